@@ -1,0 +1,1 @@
+"""Frozen autoregressive image-token models behind one interface that speaks codes."""

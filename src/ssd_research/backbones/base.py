@@ -1,0 +1,216 @@
+"""The `Backbone` interface: a frozen autoregressive image-token model that speaks codes.
+
+Vocabulary ids, prompt templates, end-of-row tokens, the streams of guidance and the KV cache stay
+inside. Streams are ordered conditional rows first, then unconditional rows.
+"""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int, UInt8
+from torch import Tensor, nn
+
+from ssd_research.backbones.attention import NAME, RasterKV, RasterPass
+from ssd_research.backbones.state import DecodingState
+from ssd_research.grid import TokenGrid
+from ssd_research.sampling import Sampling
+
+
+class Backbone(ABC):
+    """What a decoder may ask of a model; adapters fill in the pieces below `# adapter`.
+
+    Attributes: `name`; `grid`; `hidden_size` D; `codebook_size` K; `image_size` (height, width) in
+    pixels; `defaults`, the model's own `Sampling`; `fingerprint`, which ties heads to weights.
+    """
+
+    name: str
+    grid: TokenGrid
+    hidden_size: int
+    codebook_size: int
+    image_size: tuple[int, int]
+    defaults: Sampling
+
+    def __init__(self, decoder: nn.Module) -> None:
+        """Take over the transformer stack: evaluation mode, raster attention, states kept."""
+        self.decoder = decoder.eval().requires_grad_(False)
+        self.decoder.set_attn_implementation(NAME)
+        self._pre_norm: list[Tensor] = []
+        decoder.norm.register_forward_pre_hook(lambda _, args: self._pre_norm.append(args[0]))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.decoder.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' type."""
+        return next(self.decoder.parameters()).dtype
+
+    @property
+    def fingerprint(self) -> str:
+        """Return 16 hex digits of the decoder's and image head's weights, the same for every dtype.
+
+        A strided sample of each tensor in bfloat16 is hashed, so that 8B weights take a second.
+        """
+        digest = hashlib.sha256()
+        for name, p in [*self.decoder.named_parameters(), *self.image_head.named_parameters()]:
+            flat = p.detach().flatten()
+            sample = flat[:: max(1, flat.numel() // 512)].to(torch.bfloat16).float().cpu().numpy()
+            digest.update(f"{name}{tuple(p.shape)}".encode() + sample.tobytes())
+        return digest.hexdigest()[:16]
+
+    @torch.inference_mode()
+    def start(self, prompts: Sequence[str], *, sampling: Sampling) -> DecodingState:
+        """Prefill the prompts and return the state of B = len(prompts) images under way.
+
+        Guidance 1 needs no unconditional stream, so S = B there and S = 2B elsewhere.
+        Raises ValueError for a prompt that the tokenizer cannot express.
+        """
+        self.check_prompts(prompts)
+        ids = [self.prompt_ids(text) for text in prompts]
+        if sampling.guidance != 1:
+            ids += [self.unconditional_ids(one) for one in ids]
+        return DecodingState.prefill(self, ids, batch=len(prompts), sampling=sampling)
+
+    def new_cache(self, streams: int, capacity: int) -> RasterKV:
+        """Allocate the KV buffers of `streams` sequences of at most `capacity` tokens."""
+        config = self.decoder.config
+        width = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
+        return RasterKV(
+            config.num_hidden_layers,
+            streams=streams,
+            heads=config.num_key_value_heads,
+            capacity=capacity,
+            width=width,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def run(
+        self, embeds: Float[Tensor, "S L D"], raster: RasterPass | None
+    ) -> Float[Tensor, "S L D"]:
+        """Run the transformer stack once and return its states before the final norm."""
+        slots = (
+            raster.slots if raster else torch.arange(embeds.shape[1], device=embeds.device)[None]
+        )
+        self._pre_norm.clear()
+        self.decoder(inputs_embeds=embeds, position_ids=slots, use_cache=False, raster=raster)
+        return self._pre_norm.pop()
+
+    def logits(self, h_pre: Float[Tensor, "S L D"], guidance: float) -> Float[Tensor, "B L K"]:
+        """Return l_u + guidance (l_c - l_u) over the codes; without guidance the plain logits.
+
+        `h_pre` holds the states of both streams (S = 2B), or of one (S = B) at guidance 1.
+        """
+        # `forward` directly: a call would run the hook that records h_pre.
+        logits = self.image_head(self.decoder.norm.forward(h_pre))
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if guidance == 1:
+            return logits
+        cond, uncond = logits.chunk(2)
+        return uncond + guidance * (cond - uncond)
+
+    @torch.no_grad()
+    def hidden_states(
+        self,
+        prompts: Sequence[str],
+        codes: Int[Tensor, "B N"],
+        *,
+        unconditional: Bool[Tensor, " B"] | None = None,
+    ) -> Float[Tensor, "B N D"]:
+        """Return teacher-forced pre-norm states; [:, i] is the state that predicts position i.
+
+        Rows marked `unconditional` see the unconditional prompt in place of their own. One plain
+        causal pass without cache or padding: each image follows its own prompt directly.
+        """
+        self.check_prompts(prompts)
+        ids = [self.prompt_ids(text) for text in prompts]
+        if unconditional is not None:
+            ids = [
+                self.unconditional_ids(one) if drop else one
+                for one, drop in zip(ids, unconditional.tolist(), strict=True)
+            ]
+        text, lengths = self.pad_right(ids)
+        image, predicts = self.image_tokens(codes.to(self.device), range(self.grid.size))
+        width = text.shape[1] + image.shape[1]
+        embeds = torch.zeros(
+            len(ids), width, self.hidden_size, dtype=self.dtype, device=self.device
+        )
+        embeds[:, : text.shape[1]] = text
+        place = lengths[:, None] + torch.arange(image.shape[1], device=self.device)
+        embeds.scatter_(1, place[..., None].expand_as(image), image)
+        states = self.run(embeds, None)
+        source = lengths[:, None] + torch.cat([predicts.new_tensor([-1]), predicts[:-1]])
+        return states.gather(1, source[..., None].expand(-1, -1, self.hidden_size))
+
+    def pad_right(
+        self, ids: Sequence[Sequence[int]]
+    ) -> tuple[Float[Tensor, "S P D"], Int[Tensor, " S"]]:
+        """Embed prompts of different lengths, junk at the right, and return their lengths."""
+        lengths = torch.tensor([len(one) for one in ids], device=self.device)
+        padded = torch.zeros(len(ids), int(lengths.max()), dtype=torch.long, device=self.device)
+        for row, one in zip(padded, ids, strict=True):
+            row[: len(one)] = torch.tensor(one)
+        return self.decoder.get_input_embeddings()(padded), lengths
+
+    def image_tokens(
+        self, codes: Int[Tensor, "B L"], positions: range
+    ) -> tuple[Float[Tensor, "B T D"], Int[Tensor, " L"]]:
+        """Embed the codes at consecutive raster positions, each row's end-of-row token included.
+
+        Also returns, for each position, the index of the token whose output predicts the next one.
+        """
+        embedded = self.embed(codes)
+        index = torch.arange(len(positions), device=codes.device)
+        if not self.grid.end_of_row:
+            return embedded, index
+        ends = torch.tensor([(p + 1) % self.grid.cols == 0 for p in positions], device=codes.device)
+        predicts = index + ends.cumsum(0)
+        tokens = self.end_of_row_embedding().expand(
+            len(codes), len(positions) + int(ends.sum()), -1
+        )
+        return tokens.index_copy(1, predicts - ends.long(), embedded), predicts
+
+    def decode_images(
+        self, codes: Int[Tensor, "B N"], *, chunk: int = 16
+    ) -> UInt8[np.ndarray, "B h w 3"]:
+        """Turn codes into 8-bit RGB images, `chunk` at a time."""
+        with torch.inference_mode():
+            parts = [self.decode_pixels(part.to(self.device)) for part in codes.split(chunk)]
+        scaled = (torch.cat(parts).float().clamp(-1, 1) + 1) * 127.5
+        return scaled.round().to(torch.uint8).cpu().numpy()
+
+    def embed(self, codes: Int[Tensor, "B L"]) -> Float[Tensor, "B L D"]:
+        """Return the input embeddings of codes."""
+        return F.embedding(codes, self.code_embeddings)
+
+    # adapter
+    code_embeddings: Float[Tensor, "K D"]
+    image_head: nn.Module
+
+    def end_of_row_embedding(self) -> Float[Tensor, "1 1 D"]:
+        """Return the embedding of the forced end-of-row token, where the grid has one."""
+        raise NotImplementedError(f"{self.name} has no end-of-row token")
+
+    @abstractmethod
+    def prompt_ids(self, text: str) -> list[int]:
+        """Return the tokens before the first code, template and start tokens included."""
+
+    @abstractmethod
+    def unconditional_ids(self, ids: list[int]) -> list[int]:
+        """Return the unconditional prompt that goes with the prompt `ids`."""
+
+    @abstractmethod
+    def check_prompts(self, prompts: Sequence[str]) -> None:
+        """Raise ValueError naming what the tokenizer cannot express."""
+
+    @abstractmethod
+    def decode_pixels(self, codes: Int[Tensor, "B N"]) -> Float[Tensor, "B h w 3"]:
+        """Return images in about [-1, 1]."""

@@ -1,0 +1,132 @@
+"""Janus-Pro and the tiny backbone: `JanusForConditionalGeneration` behind the `Backbone` interface.
+
+Image codes have their own embedding table and head, so no vocabulary ids are involved. The
+unconditional prompt is as long as the prompt: all but its first and last token become pad tokens,
+and these are attended to, as in the official repository.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import AutoTokenizer, JanusForConditionalGeneration, PreTrainedTokenizerBase
+
+from ssd_research.backbones.base import Backbone
+from ssd_research.grid import TokenGrid
+from ssd_research.paths import resolve_path
+from ssd_research.sampling import Sampling
+
+TEMPLATE = "<|User|>: {}\n\n<|Assistant|>:"
+BEGIN_OF_IMAGE = "<begin_of_image>"
+
+
+def conditional_ids(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
+    """Return the function from a prompt to its ids: bos, template, begin of image."""
+    return lambda text: list(tokenizer(TEMPLATE.format(text) + BEGIN_OF_IMAGE)["input_ids"])
+
+
+def unconditional_ids(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+    """Return `ids` with every token but the first and the last replaced by pad."""
+    return [ids[0], *[tokenizer.pad_token_id] * (len(ids) - 2), ids[-1]]
+
+
+def locate(path: str) -> str:
+    """Return the folder of a local checkpoint, or `path` itself if it is a hub repository's name.
+
+    Raises FileNotFoundError where a local path is missing or holds no config.json.
+    """
+    try:
+        folder = resolve_path(path)
+    except FileNotFoundError:
+        if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not path.startswith("checkpoints/"):
+            return path
+        raise FileNotFoundError(f"model.backbone.path={path} does not exist") from None
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"model.backbone.path={path}: {folder} holds no config.json")
+    return str(folder)
+
+
+class JanusBackbone(Backbone):
+    """A Janus model of any size; its grid follows from its configuration."""
+
+    def __init__(
+        self,
+        model: JanusForConditionalGeneration,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str,
+        defaults: Sampling,
+    ) -> None:
+        super().__init__(model.model.language_model)
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer, self.name, self.defaults = tokenizer, name, defaults
+        vision = model.config.vision_config
+        side = vision.image_size // vision.patch_size
+        self.grid = TokenGrid(side, side)
+        self.image_size = (vision.image_size, vision.image_size)
+        self.hidden_size = model.config.text_config.hidden_size
+        self.codebook_size = model.config.vq_config.num_embeddings
+        self.image_head = model.model.generation_head
+        with torch.no_grad():
+            every_code = torch.arange(self.codebook_size, device=self.device)
+            self.code_embeddings = model.prepare_embeddings_for_image_generation(every_code)
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        *,
+        name: str,
+        guidance: float,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> "JanusBackbone":
+        """Load a folder or hub repository in Hugging Face layout.
+
+        Raises FileNotFoundError where neither exists, ValueError for a model of another family.
+        """
+        place = locate(path)
+        try:
+            model = JanusForConditionalGeneration.from_pretrained(
+                place, dtype=dtype, attn_implementation="sdpa"
+            )
+            tokenizer = AutoTokenizer.from_pretrained(place)
+        except OSError as error:
+            first = str(error).strip().splitlines()[0]
+            raise FileNotFoundError(
+                f"model.backbone.path={path} cannot be loaded: {first}"
+            ) from error
+        defaults = Sampling(guidance, temperature, top_k)
+        return cls(model.to(device), tokenizer, name=name, defaults=defaults)
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """Return bos, the official template around `text`, begin of image."""
+        return conditional_ids(self.tokenizer)(text)
+
+    def unconditional_ids(self, ids: list[int]) -> list[int]:
+        """Return as many tokens as the prompt has, pads between the first and the last."""
+        return unconditional_ids(self.tokenizer, ids)
+
+    def check_prompts(self, prompts: Sequence[str]) -> None:
+        """Raise ValueError for words outside a word-level vocabulary (Janus-Pro has none)."""
+        unknown = self.tokenizer.unk_token_id
+        if unknown is None:
+            return
+        for text in prompts:
+            if unknown not in self.prompt_ids(text):
+                continue
+            pieces = self.tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text.lower())
+            words = [w for w, _ in pieces if self.tokenizer.convert_tokens_to_ids(w) == unknown]
+            known = sorted(w for w in self.tokenizer.get_vocab() if w.isalpha())
+            raise ValueError(
+                f"prompt {text!r}: {self.name} does not know {', '.join(map(repr, words))}; "
+                f"it knows: {' '.join(known)}"
+            )
+
+    def decode_pixels(self, codes: Int[Tensor, "B N"]) -> Float[Tensor, "B h w 3"]:
+        """Run Janus's VQ decoder."""
+        return self.model.decode_image_tokens(codes)

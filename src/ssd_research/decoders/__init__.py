@@ -1,0 +1,1 @@
+"""Decoding algorithms: each one file, on the same state, accept rules and noise."""

@@ -1,0 +1,61 @@
+"""What every decoder is: a dataclass of hyper-parameters with one method."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from ssd_research.backbones.base import Backbone
+from ssd_research.backbones.state import Generation
+from ssd_research.decoders.noise import KeyedNoise, Noise
+from ssd_research.heads import DraftHeads
+from ssd_research.sampling import Sampling
+
+
+class Decoder(ABC):
+    """A decoding algorithm.
+
+    `lossless` says whether its output law equals autoregressive sampling from p; `needs_heads`
+    whether it drafts with trained heads.
+    """
+
+    name: str
+    lossless: ClassVar[bool]
+    needs_heads: ClassVar[bool] = False
+
+    def decode(
+        self,
+        backbone: Backbone,
+        prompts: Sequence[str],
+        *,
+        sampling: Sampling,
+        seed: int,
+        sample_keys: Sequence[int],
+        heads: DraftHeads | None = None,
+    ) -> Generation:
+        """Decode one image per prompt.
+
+        `sample_keys` names each image's noise; images with the same key, seed and prompt are the
+        same whatever else is in the batch. Raises ValueError if heads are missing or not wanted.
+        """
+        if len(prompts) != len(sample_keys):
+            raise ValueError(f"{len(prompts)} prompts need as many keys, not {len(sample_keys)}")
+        if self.needs_heads and heads is None:
+            raise ValueError(f"decoder={self.name} needs trained heads: set heads.path")
+        self.check(backbone, heads)
+        noise = KeyedNoise(seed, sample_keys)
+        return self.decode_with(backbone, prompts, sampling=sampling, noise=noise, heads=heads)
+
+    def check(self, backbone: Backbone, heads: DraftHeads | None) -> None:  # noqa: B027
+        """Raise ValueError for hyper-parameters that this backbone or these heads cannot serve."""
+
+    @abstractmethod
+    def decode_with(
+        self,
+        backbone: Backbone,
+        prompts: Sequence[str],
+        *,
+        sampling: Sampling,
+        noise: Noise,
+        heads: DraftHeads | None,
+    ) -> Generation:
+        """Decode with a given source of noise."""

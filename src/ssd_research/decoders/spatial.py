@@ -1,0 +1,184 @@
+"""SSD: Spatially Speculative Decoding (paper section 3.3, schedule of A.10).
+
+Row 0 is decoded in cycles of horizontal drafts, every further block of rows is drafted at once from
+the row above it, verified for a fixed number of rounds, and committed. The head that drafts
+(y+d, x) reads h_pre(y, x), which predicted the code at (y, x), and e(y, x), its embedding.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ssd_research.backbones.base import Backbone
+from ssd_research.backbones.state import DecodingState, Generation
+from ssd_research.decoders.accept import RULES, Rule
+from ssd_research.decoders.base import Decoder
+from ssd_research.decoders.noise import Noise
+from ssd_research.grid import TokenGrid
+from ssd_research.heads import DraftHeads
+from ssd_research.sampling import Sampling
+from ssd_research.schedule import SpatialSchedule
+
+
+@dataclass(frozen=True)
+class SpatiallySpeculative(Decoder):
+    """SSD with v rows per block, b joint and i incremental rounds; r is b at v = 1.
+
+    Parameters left at None come from `defaults`, the model's own operating point (paper Table 6).
+    """
+
+    v: int | None = None
+    b: int | None = None
+    i: int | None = None
+    r: int | None = None
+    k_h: int = 5
+    accept: str = "reject"
+    final_commit: bool = True
+    defaults: Mapping[str, int] = field(default_factory=lambda: {"v": 1, "b": 2, "i": 0})
+    name: str = "ssd"
+    lossless: ClassVar[bool] = False
+    needs_heads: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.accept not in RULES:
+            raise ValueError(f"decoder.accept={self.accept} is not one of {', '.join(RULES)}")
+        if self.r is not None and (self.b is not None or self.v not in (None, 1) or self.i):
+            raise ValueError(
+                f"decoder.r={self.r} is decoder.b at decoder.v=1: give either r, or v, b and i"
+            )
+        if self.r is not None and self.r < 0:
+            raise ValueError(f"decoder.r must be at least 0, not {self.r}")
+        SpatialSchedule(2, 2, **self.budget, k_h=self.k_h)
+
+    @property
+    def budget(self) -> dict[str, int]:
+        """The verification budget in force: v, b and i."""
+        if self.r is not None:
+            return {"v": 1, "b": self.r, "i": 0}
+        given = {"v": self.v, "b": self.b, "i": self.i}
+        budget = {k: self.defaults[k] if x is None else x for k, x in given.items()}
+        if budget["v"] == 1 and self.i is None:
+            budget["i"] = 0
+        return budget
+
+    def schedule(self, grid: TokenGrid) -> SpatialSchedule:
+        """Return the schedule on a grid."""
+        return SpatialSchedule(
+            grid.rows, grid.cols, **self.budget, k_h=self.k_h, final_commit=self.final_commit
+        )
+
+    def check(self, backbone: Backbone, heads: DraftHeads | None) -> None:
+        """Raise ValueError if the schedule needs heads that were not trained."""
+        if heads is not None:
+            cycle = max(1, min(self.k_h, backbone.grid.cols - 1))
+            depth = max(1, min(self.budget["v"], backbone.grid.rows - 1))
+            heads.require(horizontal=cycle, vertical=depth)
+
+    @torch.inference_mode()
+    def decode_with(
+        self,
+        backbone: Backbone,
+        prompts: Sequence[str],
+        *,
+        sampling: Sampling,
+        noise: Noise,
+        heads: DraftHeads | None,
+    ) -> Generation:
+        """Decode with a given source of noise."""
+        schedule = self.schedule(backbone.grid)
+        work = _Work(backbone.start(prompts, sampling=sampling), noise, heads, RULES[self.accept])
+        work.sample_first()
+        for cycle in schedule.cycles():
+            q = work.draft("horizontal", range(cycle.start - 1, cycle.start), len(cycle))
+            for n in range(1, schedule.horizontal_rounds + 1):
+                q = work.verify(cycle, q, stage="horizontal", number=n)
+            work.commit(cycle, needed=True)
+        for block in schedule.blocks():
+            self._decode_block(work, schedule, backbone.grid, block)
+        return work.state.finish()
+
+    def _decode_block(
+        self, work: "_Work", schedule: SpatialSchedule, grid: TokenGrid, block: range
+    ) -> None:
+        """Draft a block of rows from the row above it, verify it jointly, commit it row by row."""
+        rows = range(grid.row(block.start).start, grid.row(block.stop - 1).stop)
+        q = work.draft("vertical", grid.row(block.start - 1), len(block))
+        for n in range(1, schedule.b + 1):
+            q = work.verify(rows, q, stage="base", number=n)
+        for y in block:
+            row = grid.row(y)
+            own = q[:, row.start - rows.start : row.stop - rows.start]
+            if y > block.start:
+                for n in range(1, schedule.i + 1):
+                    own = work.verify(row, own, stage="incremental", number=n, after=schedule.b)
+            work.commit(row, needed=schedule.final_commit or y + 1 < grid.rows)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One image batch under way: draft, verify and commit over ranges of raster positions.
+
+    A pass over the positions [a, b) feeds the codes at [a-1, b-1), whose outputs predict exactly
+    these positions; the newest known code is always fed by the next pass.
+    """
+
+    state: DecodingState
+    noise: Noise
+    heads: DraftHeads
+    rule: Rule
+
+    def positions(self, span: range) -> Int[Tensor, "B L"]:
+        every = torch.arange(span.start, span.stop, device=self.state.codes.device)
+        return every.expand(self.state.batch, -1)
+
+    def sample_first(self) -> None:
+        """Sample the code at (0, 0) from the prefill's state."""
+        first = range(1)
+        draw = self.noise.at(self.positions(first), 0)
+        p = self.state.distribution(first)
+        self.state.codes[:, :1] = draw.categorical(p, purpose="sample")
+
+    def draft(self, axis: str, source: range, count: int) -> Float[Tensor, "B L K"]:
+        """Draft with the heads of offsets 1..count from `source`; write the argmax and return q.
+
+        Horizontally the source is one position; vertically a row, whose drafts are the next rows.
+        """
+        state = self.state
+        with state.timed("draft"):
+            h = state.h_pre[:, source.start : source.stop]
+            e = state.backbone.embed(state.codes[:, source.start : source.stop])
+            e = e.repeat(state.streams // state.batch, 1, 1)
+            drafts = [self.heads.predict(axis, offset, h, e) for offset in range(1, count + 1)]
+            q = state.distribution_of(torch.cat(drafts, dim=1))
+            state.codes[:, source.stop : source.stop + q.shape[1]] = q.argmax(-1)
+        return q
+
+    def verify(
+        self, span: range, q: Float[Tensor, "B L K"], *, stage: str, number: int, after: int = 0
+    ) -> Float[Tensor, "B L K"]:
+        """Correct the codes of `span` once, all in parallel, and return the next reference.
+
+        Rejected positions take this round's p as their reference, accepted ones keep theirs.
+        """
+        state = self.state
+        self._feed(span, phase="verify")
+        with state.timed("verify"):
+            p = state.distribution(span)
+            draw = self.noise.at(self.positions(span), after + number)
+            codes, accepted = self.rule(p, q, state.codes[:, span.start : span.stop], draw)
+            state.codes[:, span.start : span.stop] = codes
+            state.record_round(stage, number, accepted)
+        return torch.where(accepted[..., None], q, p)
+
+    def commit(self, span: range, *, needed: bool) -> None:
+        """Write keys, values and states of the corrected codes, where anything reads them."""
+        if needed:
+            self._feed(span, phase="commit")
+
+    def _feed(self, span: range, *, phase: str) -> None:
+        fed = range(span.start - 1, span.stop - 1)
+        self.state.forward(self.state.codes[:, fed.start : fed.stop], fed, phase=phase)

@@ -1,0 +1,1 @@
+"""The embedded world: scenes whose captions, detector and judge are exactly right."""
