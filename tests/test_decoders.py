@@ -201,6 +201,12 @@ def test_bad_budgets_name_the_option(options, words):
         SpatiallySpeculative(**options)
 
 
+def test_settings_do_not_depend_on_how_the_budget_was_given():
+    given = SpatiallySpeculative(r=2), SpatiallySpeculative(v=1, b=2), SpatiallySpeculative()
+    assert len({str(sorted(d.settings().items())) for d in given}) == 1
+    assert SpatiallySpeculative(r=3).settings() != given[0].settings()
+
+
 def test_lookahead_beyond_the_trained_heads(random_backbone, random_heads, sampling):
     with pytest.raises(ValueError, match="vertical"):
         SpatiallySpeculative(v=4, b=1).decode(

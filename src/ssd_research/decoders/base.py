@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 from ssd_research.backbones.base import Backbone
 from ssd_research.backbones.state import Generation
@@ -11,6 +12,7 @@ from ssd_research.heads import DraftHeads
 from ssd_research.sampling import Sampling
 
 
+@dataclass(frozen=True)
 class Decoder(ABC):
     """A decoding algorithm.
 
@@ -39,11 +41,13 @@ class Decoder(ABC):
         """
         if len(prompts) != len(sample_keys):
             raise ValueError(f"{len(prompts)} prompts need as many keys, not {len(sample_keys)}")
-        if self.needs_heads and heads is None:
-            raise ValueError(f"decoder={self.name} needs trained heads: set heads.path")
         self.check(backbone, heads)
         noise = KeyedNoise(seed, sample_keys)
         return self.decode_with(backbone, prompts, sampling=sampling, noise=noise, heads=heads)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the hyper-parameters in force, which together with the method decide the result."""
+        return {key: value for key, value in asdict(self).items() if key != "name"}
 
     def check(self, backbone: Backbone, heads: DraftHeads | None) -> None:  # noqa: B027
         """Raise ValueError for hyper-parameters that this backbone or these heads cannot serve."""

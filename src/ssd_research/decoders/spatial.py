@@ -7,7 +7,7 @@ the row above it, verified for a fixed number of rounds, and committed. The head
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -19,7 +19,7 @@ from ssd_research.decoders.accept import RULES, Rule
 from ssd_research.decoders.base import Decoder
 from ssd_research.decoders.noise import Noise
 from ssd_research.grid import TokenGrid
-from ssd_research.heads import DraftHeads
+from ssd_research.heads import Axis, DraftHeads
 from ssd_research.sampling import Sampling
 from ssd_research.schedule import SpatialSchedule
 
@@ -28,7 +28,7 @@ from ssd_research.schedule import SpatialSchedule
 class SpatiallySpeculative(Decoder):
     """SSD with v rows per block, b joint and i incremental rounds; r is b at v = 1.
 
-    Parameters left at None come from `defaults`, the model's own operating point (paper Table 6).
+    Parameters left at None come from `operating_point`, the model's own (paper Table 6).
     """
 
     v: int | None = None
@@ -38,7 +38,7 @@ class SpatiallySpeculative(Decoder):
     k_h: int = 5
     accept: str = "reject"
     final_commit: bool = True
-    defaults: Mapping[str, int] = field(default_factory=lambda: {"v": 1, "b": 2, "i": 0})
+    operating_point: Mapping[str, int] = field(default_factory=lambda: {"v": 1, "b": 2, "i": 0})
     name: str = "ssd"
     lossless: ClassVar[bool] = False
     needs_heads: ClassVar[bool] = True
@@ -52,7 +52,7 @@ class SpatiallySpeculative(Decoder):
             )
         if self.r is not None and self.r < 0:
             raise ValueError(f"decoder.r must be at least 0, not {self.r}")
-        SpatialSchedule(2, 2, **self.budget, k_h=self.k_h)
+        self.schedule(TokenGrid(2, 2))
 
     @property
     def budget(self) -> dict[str, int]:
@@ -60,15 +60,27 @@ class SpatiallySpeculative(Decoder):
         if self.r is not None:
             return {"v": 1, "b": self.r, "i": 0}
         given = {"v": self.v, "b": self.b, "i": self.i}
-        budget = {k: self.defaults[k] if x is None else x for k, x in given.items()}
+        budget = {k: self.operating_point[k] if x is None else x for k, x in given.items()}
         if budget["v"] == 1 and self.i is None:
             budget["i"] = 0
         return budget
 
+    def settings(self) -> dict[str, Any]:
+        """Return the budget in force, however it was given, and the other hyper-parameters."""
+        given = super().settings()
+        return {k: given[k] for k in ("k_h", "accept", "final_commit")} | self.budget
+
     def schedule(self, grid: TokenGrid) -> SpatialSchedule:
         """Return the schedule on a grid."""
+        budget = self.budget
         return SpatialSchedule(
-            grid.rows, grid.cols, **self.budget, k_h=self.k_h, final_commit=self.final_commit
+            grid.rows,
+            grid.cols,
+            v=budget["v"],
+            b=budget["b"],
+            i=budget["i"],
+            k_h=self.k_h,
+            final_commit=self.final_commit,
         )
 
     def check(self, backbone: Backbone, heads: DraftHeads | None) -> None:
@@ -89,6 +101,8 @@ class SpatiallySpeculative(Decoder):
         heads: DraftHeads | None,
     ) -> Generation:
         """Decode with a given source of noise."""
+        if heads is None:
+            raise ValueError(f"decoder={self.name} needs trained heads: set heads.path")
         schedule = self.schedule(backbone.grid)
         work = _Work(backbone.start(prompts, sampling=sampling), noise, heads, RULES[self.accept])
         work.sample_first()
@@ -142,7 +156,7 @@ class _Work:
         p = self.state.distribution(first)
         self.state.codes[:, :1] = draw.categorical(p, purpose="sample")
 
-    def draft(self, axis: str, source: range, count: int) -> Float[Tensor, "B L K"]:
+    def draft(self, axis: Axis, source: range, count: int) -> Float[Tensor, "B L K"]:
         """Draft with the heads of offsets 1..count from `source`; write the argmax and return q.
 
         Horizontally the source is one position; vertically a row, whose drafts are the next rows.

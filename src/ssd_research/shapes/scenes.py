@@ -93,11 +93,12 @@ def sample_spec(kind: str, rng: np.random.Generator, *, name_everything: bool = 
     colours = [str(c) for c in rng.permutation(list(COLOURS))]
     colour = [c if name_everything else None for c in colours]
     if kind == "single_object":
-        return Spec(kind, (Item(shapes[0], colour[0]),))
+        return Spec(kind, (Item(shapes[0], colour[0], _size_or_none(rng, list(SIZES))),))
     if kind == "two_object":
         return Spec(kind, (Item(shapes[0], colour[0]), Item(shapes[1], colour[1])))
     if kind == "counting":
-        return Spec(kind, (Item(shapes[0], colour[0], count=int(rng.integers(2, 5))),))
+        size = _size_or_none(rng, ["small"])
+        return Spec(kind, (Item(shapes[0], colour[0], size, count=int(rng.integers(2, 5))),))
     if kind == "colors":
         return Spec(kind, (Item(shapes[0], colours[0]),))
     if kind == "color_attr":
@@ -109,6 +110,10 @@ def sample_spec(kind: str, rng: np.random.Generator, *, name_everything: bool = 
     if kind == "dense":
         return _sample_dense(rng, shapes, colours, relation)
     raise ValueError(f"kind {kind!r} is not one of {', '.join(KINDS)}")
+
+
+def _size_or_none(rng: np.random.Generator, sizes: list[str], share: float = 0.3) -> str | None:
+    return str(rng.choice(sizes)) if rng.random() < share else None
 
 
 def _sample_dense(
@@ -143,14 +148,16 @@ def sample_scene(
     else:
         raise ValueError(f"no scene fits on {canvas} pixels for {spec}")
     tint = rng.uniform(-14, 14, 3)
-    background = tuple(float(c) for c in rng.uniform(188, 238) + tint)
+    red, green, blue = (float(c) for c in rng.uniform(188, 238) + tint)
     slope = (
         np.zeros((3, 2))
         if flat
         else rng.uniform(-0.5, 0.5, (1, 2)) + rng.uniform(-0.1, 0.1, (3, 2))
     )
     gradient = tuple((float(a), float(b)) for a, b in slope * (48 / canvas))
-    return Scene(canvas, objects, background, gradient, 0 if flat else 2, int(rng.integers(2**31)))
+    return Scene(
+        canvas, objects, (red, green, blue), gradient, 0 if flat else 2, int(rng.integers(2**31))
+    )
 
 
 def _dress(spec: Spec, rng: np.random.Generator, canvas: int) -> list[SceneObject]:
@@ -176,7 +183,8 @@ def _place(
     margin = 0.03 * canvas
     diameters = np.array([o.diameter for o in objects])
     half = diameters / 2
-    need = (half[:, None] + half[None, :]) + 0.05 * canvas
+    # A square's corners and a triangle's reach beyond half the diameter by a fifth.
+    need = (half[:, None] + half[None, :]) + 0.08 * canvas
     upper = np.triu(np.ones((len(objects), len(objects)), bool), 1)
     for _ in range(tries):
         xy = rng.uniform(0, 1, (len(objects), 2)) * (canvas - 2 * margin - diameters[:, None])

@@ -1,0 +1,190 @@
+"""Draft heads: position-wise networks that predict the backbone's state some rows or columns ahead.
+
+`h_hat(y+d, x) = f([h_pre(y, x); e(y, x)])` (paper section 3.3), where `h_pre(y, x)` is the state
+that predicts the code at (y, x) and `e(y, x)` embeds that code. Heads know nothing of logits.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ssd_research.backbones.base import Backbone
+
+Axis = Literal["horizontal", "vertical"]
+WEIGHTS, PROVENANCE = "heads.safetensors", "heads.json"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+INITIALISATIONS = ("linear", "identity", "torch")
+
+
+class SpatialDraftHead(nn.Module):
+    """One draft head: `u = W0 [h; e]`, `h_hat = u + SwiGLU(RMSNorm(u))`, no biases.
+
+    W0 is 2d -> d and SwiGLU is d -> 2d -> d, which is the one shape of this formula with the
+    134.2 M parameters of paper Table 6 at d = 4096. The paper does not give the initialisation;
+    `linear` starts SwiGLU at zero, so that the block is first the linear map W0; `identity` also
+    starts W0 as [I 0], so that h_hat = h; `torch` leaves PyTorch's defaults.
+    """
+
+    def __init__(self, hidden_size: int, *, initialisation: str = "linear") -> None:
+        super().__init__()
+        if initialisation not in INITIALISATIONS:
+            raise ValueError(
+                f"train.initialisation must be one of {', '.join(INITIALISATIONS)}, "
+                f"not {initialisation!r}"
+            )
+        d = hidden_size
+        self.project = nn.Linear(2 * d, d, bias=False)
+        self.norm = nn.RMSNorm(d, eps=1e-6)
+        self.gate = nn.Linear(d, 2 * d, bias=False)
+        self.up = nn.Linear(d, 2 * d, bias=False)
+        self.down = nn.Linear(2 * d, d, bias=False)
+        if initialisation != "torch":
+            nn.init.zeros_(self.down.weight)
+        if initialisation == "identity":
+            nn.init.eye_(self.project.weight)
+
+    def forward(self, h: Float[Tensor, "*n d"], e: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
+        """Return h_hat at this head's offset from the states `h` and the code embeddings `e`."""
+        u = self.project(torch.cat([h, e], dim=-1))
+        z = self.norm(u)
+        return u + self.down(F.silu(self.gate(z)) * self.up(z))
+
+
+class DraftHeads(nn.Module):
+    """The draft heads of one backbone: horizontal offsets 1..k_h and vertical offsets 1..k_v."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        horizontal: int = 5,
+        vertical: int = 3,
+        initialisation: str = "linear",
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.horizontal, self.vertical = hidden_size, horizontal, vertical
+        self.heads = nn.ModuleDict(
+            {
+                f"{axis}_{offset}": SpatialDraftHead(hidden_size, initialisation=initialisation)
+                for axis, offset in self.offsets()
+            }
+        )
+
+    def offsets(self) -> Iterator[tuple[Axis, int]]:
+        """Yield (axis, offset) of every head, horizontal first."""
+        yield from (("horizontal", k) for k in range(1, self.horizontal + 1))
+        yield from (("vertical", d) for d in range(1, self.vertical + 1))
+
+    def head(self, axis: Axis, offset: int) -> SpatialDraftHead:
+        """Return the head that looks `offset` columns (horizontal) or rows (vertical) ahead."""
+        return self.heads[f"{axis}_{offset}"]
+
+    def predict(
+        self, axis: Axis, offset: int, h: Float[Tensor, "*n d"], e: Float[Tensor, "*n d"]
+    ) -> Float[Tensor, "*n d"]:
+        """Return h_hat at one offset."""
+        return self.head(axis, offset)(h, e)
+
+    def predict_all(
+        self, axis: Axis, count: int, h: Float[Tensor, "*n d"], e: Float[Tensor, "*n d"]
+    ) -> Float[Tensor, "count *n d"]:
+        """Return h_hat at the offsets 1..count of one axis, all from the same source positions."""
+        return torch.stack([self.head(axis, k)(h, e) for k in range(1, count + 1)])
+
+    def require(self, *, horizontal: int = 0, vertical: int = 0) -> None:
+        """Raise ValueError unless heads reach `horizontal` columns and `vertical` rows ahead."""
+        wanted = {"horizontal": horizontal, "vertical": vertical}
+        _require(wanted, {"horizontal": self.horizontal, "vertical": self.vertical})
+
+    def save(self, folder: Path, provenance: Mapping, *, dtype: str = "float32") -> None:
+        """Write heads.safetensors (stored as `dtype`) and heads.json into `folder`, atomically.
+
+        `provenance` must name the `backbone` and its `fingerprint`; the sizes are added.
+        """
+        record = {
+            **provenance,
+            "hidden_size": self.hidden_size,
+            "horizontal": self.horizontal,
+            "vertical": self.vertical,
+            "dtype": dtype,
+        }
+        tensors = {
+            name: tensor.detach().to("cpu", DTYPES[dtype]).contiguous()
+            for name, tensor in self.heads.state_dict().items()
+        }
+        text = json.dumps(record, indent=2)
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f"{WEIGHTS}.part"
+        save_file(tensors, part, metadata={"provenance": text})
+        part.replace(folder / WEIGHTS)
+        part = folder / f"{PROVENANCE}.part"
+        part.write_text(text + "\n", encoding="utf-8")
+        part.replace(folder / PROVENANCE)
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path | str,
+        backbone: Backbone,
+        *,
+        horizontal: int | None = None,
+        vertical: int | None = None,
+    ) -> "DraftHeads":
+        """Load heads onto `backbone`'s device and dtype; None loads every offset of an axis.
+
+        Raises ValueError where the file is missing or broken, was trained for another backbone or
+        width, or reaches less far than asked.
+        """
+        path = Path(folder) / WEIGHTS
+        if not path.is_file():
+            raise ValueError(
+                f"no draft heads at {path}: set heads.path to the heads folder of a train run"
+            )
+        try:
+            with safe_open(path, framework="pt") as file:
+                record = json.loads((file.metadata() or {}).get("provenance", "{}"))
+                _check(record, backbone, path)
+                k_h = record["horizontal"] if horizontal is None else horizontal
+                k_v = record["vertical"] if vertical is None else vertical
+                _require({"horizontal": k_h, "vertical": k_v}, record)
+                with torch.device("meta"):
+                    heads = cls(record["hidden_size"], horizontal=k_h, vertical=k_v)
+                tensors = {name: file.get_tensor(name) for name in heads.heads.state_dict()}
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"cannot read draft heads {path} (truncated?): {error}") from error
+        heads.heads.load_state_dict(tensors, assign=True)
+        return heads.to(backbone.device, backbone.dtype).eval().requires_grad_(False)
+
+
+def _check(record: Mapping, backbone: Backbone, path: Path) -> None:
+    missing = {"backbone", "fingerprint", "hidden_size", "horizontal", "vertical"} - set(record)
+    if missing:
+        raise ValueError(f"draft heads {path} carry no provenance ({', '.join(sorted(missing))})")
+    if record["hidden_size"] != backbone.hidden_size:
+        raise ValueError(
+            f"draft heads {path} have width {record['hidden_size']} (backbone "
+            f"{record['backbone']}), but {backbone.name} has width {backbone.hidden_size}"
+        )
+    if record["fingerprint"] != backbone.fingerprint:
+        raise ValueError(
+            f"draft heads {path} were trained for backbone {record['backbone']} "
+            f"({record['fingerprint']}), not for {backbone.name} ({backbone.fingerprint})"
+        )
+
+
+def _require(wanted: Mapping, trained: Mapping) -> None:
+    for axis, unit in (("horizontal", "k_h"), ("vertical", "v")):
+        if wanted[axis] > trained[axis]:
+            raise ValueError(
+                f"decoder.{unit}={wanted[axis]} needs {axis} draft heads up to +{wanted[axis]}, "
+                f"but only +1..+{trained[axis]} were trained"
+            )

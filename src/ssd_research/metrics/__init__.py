@@ -1,0 +1,1 @@
+"""Measurements of generated images: pure functions of stored detections, answers or features."""

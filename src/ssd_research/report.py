@@ -1,0 +1,97 @@
+"""Stage `report`: what finished runs of one model and name say, as HTML, Markdown, CSV and LaTeX.
+
+Nothing is measured here: numbers come from `generate` and `evaluate` runs, found by their ids.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from ssd_research.paths import resolve_path
+from ssd_research.reporting.cells import find_cells, groups
+from ssd_research.reporting.page import Section, section, to_html, to_latex, to_markdown
+from ssd_research.reporting.tables import csv_text, markdown
+from ssd_research.runs import open_run, stage_main, write_atomic
+
+log = logging.getLogger(__name__)
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+
+
+def run(cfg: DictConfig) -> Path:
+    """Write `report.html`, `report.md`, `table.csv` and `table.tex`, and return the run folder.
+
+    Raises:
+        ValueError: if there is no finished generate run, or README.md lacks the results markers.
+        FileNotFoundError: if `report.readme` is true and there is no README.md.
+    """
+    if cfg.report.images < 0:
+        raise ValueError(f"report.images={cfg.report.images} must be at least 0")
+    root = Path(str(cfg.output_dir)).expanduser()
+    cells = find_cells(root, cfg.model.name, str(cfg.name), folders=cfg.report.generate)
+    sections = [section(group, pictures=cfg.report.images) for group in groups(cells)]
+    identity = {
+        "generate": [cell.folder.name for cell in cells],
+        "evaluate": sorted(s["run_id"] for cell in cells for s in cell.scores.values()),
+        "images": cfg.report.images,
+    }
+    stage = open_run(cfg, "report", identity)
+    for name, text in pages(sections).items():
+        write_atomic(stage.folder / name, text)
+    if cfg.report.readme:
+        write_readme(sections, name=f"{cfg.model.name}_{cfg.name}")
+    log.info("open %s", (stage.folder / "report.html").resolve())
+    return stage.finish({"cells": len(cells)})
+
+
+def pages(sections: Sequence[Section]) -> dict[str, str]:
+    """Return the report's files by name."""
+    rows = [{"group": one.title, **row} for one in sections for row in one.rows]
+    return {
+        "report.html": to_html(sections),
+        "report.md": to_markdown(sections),
+        "table.csv": csv_text(rows),
+        "table.tex": to_latex(sections),
+    }
+
+
+def write_readme(sections: Sequence[Section], *, name: str) -> None:
+    """Put the tables between README.md's results markers and the whole report into `results/`.
+
+    Raises:
+        FileNotFoundError: if there is no README.md here or in the clone.
+        ValueError: if it lacks a marker.
+    """
+    readme = resolve_path("README.md")
+    results = readme.parent / "results"
+    results.mkdir(exist_ok=True)
+    write_atomic(results / f"{name}.md", to_markdown(sections))
+    tables = [
+        f"{table.caption}\n\n{markdown(table.columns, table.rows)}"
+        for one in sections
+        for table in one.tables
+    ]
+    place = f"results/{name}.md"
+    link = f"Made by `python -m ssd_research.report`; details in [{place}]({place}).\n"
+    text = between_markers(readme.read_text(encoding="utf-8"), "\n".join([*tables, link]))
+    write_atomic(readme, text)
+
+
+def between_markers(text: str, content: str) -> str:
+    """Return `text` with what is between the results markers replaced by `content`."""
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md has no lines {BEGIN} and {END} to put the results between")
+    return f"{head}{begin}\n{content}{end}{tail}"
+
+
+def main() -> None:
+    """Command line: `python -m ssd_research.report model=tiny`."""
+    stage_main("config", run)
+
+
+if __name__ == "__main__":
+    main()

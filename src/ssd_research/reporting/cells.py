@@ -1,0 +1,146 @@
+"""Finished generate runs with their evaluations, found by run id: the cells of a report."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pyarrow.parquet as pq
+from omegaconf import DictConfig, OmegaConf
+from PIL import Image
+
+from ssd_research.decoders.base import Decoder
+
+BUDGET = ("v", "b", "i", "r")
+SHARED = ("backbone", "sampling", "seed", "prompts", "images_per_prompt")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One generate run: its folder, resolved configuration, `meta.json`, images and scores.
+
+    `images` has one entry per image, without codes; `scores` one per benchmark, by its name.
+    """
+
+    folder: Path
+    config: DictConfig
+    meta: dict[str, Any]
+    images: list[dict[str, Any]]
+    scores: dict[str, dict[str, Any]]
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """The decoder as it was configured."""
+        return hydra.utils.instantiate(self.config.decoder, _convert_="all")
+
+    @property
+    def parameters(self) -> str:
+        """What of the decoder's parameters is not a default, the verification budget always."""
+        budget = getattr(self.decoder, "budget", {})
+        shown = {"r": budget["b"]} if budget.get("v") == 1 else dict(budget)
+        for field in fields(self.decoder):
+            value = getattr(self.decoder, field.name)
+            own = field.name not in (*BUDGET, "name") and not isinstance(value, Mapping)
+            if own and value != field.default:
+                shown[field.name] = value
+        return ", ".join(f"{key}={value}" for key, value in shown.items())
+
+    @property
+    def title(self) -> str:
+        """Return the decoder's name in capitals with its parameters, as in `SSD r=2`."""
+        return f"{self.decoder.name.upper()} {self.parameters}".strip()
+
+    @property
+    def source(self) -> str:
+        """Return where the prompts came from."""
+        prompts = self.config.prompts
+        return prompts if isinstance(prompts, str) else "own prompts"
+
+    @property
+    def image_width(self) -> int:
+        """Return the width of the images in pixels."""
+        with Image.open(self.image_file(self.images[0])) as image:
+            return image.width
+
+    def image_file(self, row: dict[str, Any]) -> Path:
+        """Return the PNG of one entry of `images`."""
+        return self.folder / "images" / row["path"]
+
+    @property
+    def setting(self) -> str:
+        """Return what latency depends on besides the decoder: device, dtype and batch size."""
+        return f"{self.meta['device']}, {self.meta['identity']['dtype']}, batch {self.batch_size}"
+
+    @property
+    def batch_size(self) -> int:
+        """How many images were decoded together; a last, smaller batch does not count."""
+        return max(row["batch_size"] for row in self.images)
+
+    @property
+    def comparable(self) -> str:
+        """Return what two cells must share to be compared: backbone, law p, seed and images."""
+        identity = self.meta["identity"]
+        return json.dumps([identity.get(key) for key in SHARED], sort_keys=True)
+
+
+def find_cells(root: Path, model: str, name: str, *, folders: Sequence[str] | None) -> list[Cell]:
+    """Return the cells in `folders`, or those of every finished generate run of a model and name.
+
+    Raises:
+        ValueError: if a folder is no finished generate run, or none is found.
+    """
+    if folders:
+        runs = [Path(folder).expanduser().resolve() for folder in folders]
+        for run in runs:
+            if not (run / "DONE").exists() or not (run / "images.parquet").exists():
+                raise ValueError(f"report.generate: {run} is not a finished generate run")
+    else:
+        parent = root / "generate" / model / name
+        runs = sorted(p.parent.resolve() for p in parent.glob("*/DONE"))
+    if not runs:
+        raise ValueError(
+            f"no finished generate run in {root / 'generate' / model / name}; first run "
+            f"python -m ssd_research.generate model={model} name={name} decoder=ar"
+        )
+    return sorted(map(read_cell, runs), key=_order)
+
+
+def _order(cell: Cell) -> tuple[bool, str, int, str]:
+    """Return the sort key that puts AR first, then sorts by decoder and steps."""
+    return cell.decoder.name != "ar", cell.decoder.name, cell.images[0]["nfe"], cell.folder.name
+
+
+def read_cell(folder: Path) -> Cell:
+    """Read one finished generate run and the newest evaluation of it under every benchmark."""
+    table = pq.read_table(folder / "images.parquet")
+    columns = [c for c in table.column_names if c != "codes"]
+    found = sorted(_evaluations(folder), key=lambda pair: pair[0])
+    return Cell(
+        folder=folder,
+        config=DictConfig(OmegaConf.load(folder / "config.yaml")),
+        meta=json.loads((folder / "meta.json").read_text(encoding="utf-8")),
+        images=table.select(columns).to_pylist(),
+        scores={scores["benchmark"]: scores for _, scores in found},
+    )
+
+
+def _evaluations(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (time, scores) of the finished evaluate runs whose images came from `folder`."""
+    for path in folder.parents[3].glob("evaluate/*/*/*/scores.json"):
+        if not (path.parent / "DONE").exists():
+            continue
+        scores = json.loads(path.read_text(encoding="utf-8"))
+        if folder.name in Path(scores.get("images", "")).parts:
+            meta = json.loads((path.parent / "meta.json").read_text(encoding="utf-8"))
+            yield meta["started"], {**scores, "run_id": path.parent.name}
+
+
+def groups(cells: Iterable[Cell]) -> list[list[Cell]]:
+    """Return the cells in groups that may be compared, the largest group first."""
+    found: dict[str, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(cell.comparable, []).append(cell)
+    return sorted(found.values(), key=len, reverse=True)

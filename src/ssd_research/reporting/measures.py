@@ -1,0 +1,130 @@
+"""The numbers of a report: one row per cell, compared with AR where that is fair.
+
+Latencies of different devices, dtypes or batch sizes are never put in one column: the column keeps
+AR's setting, and a cell measured elsewhere prints `n/a` and why.
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from ssd_research.metrics.geneval import TASKS
+from ssd_research.reporting.cells import Cell
+from ssd_research.reporting.tables import Column
+
+SPEED = (
+    Column("decoder", "Decoder"),
+    Column("law", "Output law"),
+    Column("images", "Images"),
+    Column("steps", "Steps (NFE) per image", digits=1),
+    Column("step_acceleration", "Step acceleration", suffix="×"),
+    Column("seconds_per_image", "Latency (s/image)", digits=3),
+    Column("speedup", "Latency speedup", suffix="×"),
+    Column("acceptance_rate", "Acceptance rate", digits=3),
+)
+_TITLES = ("Single object", "Two objects", "Counting", "Colors", "Position", "Color attribution")
+QUALITY = (
+    Column("decoder", "Decoder"),
+    Column("geneval", "Overall", digits=3),
+    *(Column(f"geneval_{task}", title) for task, title in zip(TASKS, _TITLES, strict=True)),
+    Column("nll", "NLL (nats per code)", digits=3),
+    Column("nll_minus_ar", "NLL − AR's", digits=3, signed=True),
+)
+
+
+def reference(cells: Sequence[Cell]) -> Cell | None:
+    """Return the AR cell that the others are compared with, or None."""
+    return next((cell for cell in cells if cell.decoder.name == "ar"), None)
+
+
+def column_setting(cells: Sequence[Cell]) -> str:
+    """Return the setting of the latency column: AR's, else the most frequent one."""
+    ar = reference(cells)
+    return ar.setting if ar else Counter(cell.setting for cell in cells).most_common(1)[0][0]
+
+
+def measure(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Return one row per cell; what needs AR is None where there is no AR cell."""
+    ar = reference(cells)
+    setting = column_setting(cells)
+    base = _own(ar, setting) if ar else {}
+    rows = [_own(cell, setting) for cell in cells]
+    for row in rows:
+        row["step_acceleration"] = _ratio(base.get("steps"), row["steps"])
+        row["speedup"] = _ratio(base.get("seconds_per_image"), row["seconds_per_image"])
+        if row["seconds_per_image_note"] and ar:
+            row["speedup_note"] = "n/a"
+        if None not in (row.get("nll"), base.get("nll")):
+            row["nll_minus_ar"] = row["nll"] - base["nll"]
+    return rows
+
+
+def _own(cell: Cell, setting: str) -> dict[str, Any]:
+    """Return what one cell says of itself."""
+    same = cell.setting == setting
+    return {
+        "decoder": cell.title,
+        "law": "lossless" if cell.decoder.lossless else "lossy",
+        "images": len(cell.images),
+        "steps": steps(cell),
+        "step_acceleration": None,
+        "seconds_per_image": seconds_per_image(cell) if same else None,
+        "seconds_per_image_note": None if same else f"n/a ({cell.setting})",
+        "speedup": None,
+        "speedup_note": None,
+        "setting": cell.setting,
+        "acceptance_rate": acceptance_rate(cell),
+        **_geneval(cell),
+        **_likelihood(cell),
+        "generate_run": cell.folder.name,
+    }
+
+
+def steps(cell: Cell) -> float:
+    """Return the mean backbone forwards per image, an int where all images take the same."""
+    found = {row["nfe"] for row in cell.images}
+    return found.pop() if len(found) == 1 else statistics.fmean(r["nfe"] for r in cell.images)
+
+
+def seconds_per_image(cell: Cell) -> float:
+    """Return the median over full batches of the batch's seconds divided by its size.
+
+    The median passes over the first batch's warm-up; a last, smaller batch does not count.
+    """
+    full = [row for row in cell.images if row["batch_size"] == cell.batch_size]
+    return statistics.median(row["seconds_total"] / row["batch_size"] for row in full)
+
+
+def acceptance_rate(cell: Cell) -> float | None:
+    """Return accepted / drafted tokens over all images and the rounds of rows drafted vertically.
+
+    Row 0 is left out, as in the paper's Tables 14-16, where the rate is undefined at r = 0.
+    """
+    drafted, accepted = (
+        sum(row[f"{kind}_{stage}"] for row in cell.images for stage in ("base", "incremental"))
+        for kind in ("drafted", "accepted")
+    )
+    return accepted / drafted if drafted else None
+
+
+def _geneval(cell: Cell) -> dict[str, Any]:
+    """Return the overall and task scores with their 95 % intervals; empty without an evaluation."""
+    scores = next((s for s in cell.scores.values() if "tasks" in s), None)
+    if scores is None:
+        return {}
+    found = {"geneval": scores["overall"], "geneval_ci": scores["overall_ci95"]}
+    for task, values in scores["tasks"].items():
+        found |= {f"geneval_{task}": values["score"], f"geneval_{task}_ci": values["ci95"]}
+    return {**found, "geneval_coverage": scores["coverage"], "geneval_run": scores["run_id"]}
+
+
+def _likelihood(cell: Cell) -> dict[str, Any]:
+    scores = cell.scores.get("likelihood")
+    if scores is None:
+        return {}
+    return {"nll": scores["nll"], "nll_outside": scores["outside"], "nll_run": scores["run_id"]}
+
+
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return numerator / denominator if numerator and denominator else None

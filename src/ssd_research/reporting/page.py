@@ -1,0 +1,192 @@
+"""The report as text: Markdown, LaTeX and one HTML page without other files."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from ssd_research import paper
+from ssd_research.reporting import measures
+from ssd_research.reporting.cells import Cell
+from ssd_research.reporting.pictures import PictureRow, shown_width, side_by_side
+from ssd_research.reporting.tables import Column, Row, filled, latex, markdown
+
+TEMPLATES = Path(__file__).parents[1] / "templates"
+PAPER = (
+    Column("method", "Method"),
+    Column("steps", "Steps"),
+    Column("step_acceleration", "Step acceleration", suffix="×"),
+    Column("latency_s", "Latency (s/image)"),
+    Column("latency_acceleration", "Latency speedup", suffix="×"),
+    Column("dpg", "DPG-Bench"),
+)
+PAPER_NOTE = "SSD paper, Table 7: DPG-Bench prompts on an RTX Blackwell 6000 Pro."
+NOTES = (
+    "Steps (NFE) are backbone forwards per image; conditional and unconditional streams share one.",
+    "Latency is the median over full batches of seconds / batch size, without image decoding.",
+    "The acceptance rate is accepted / drafted tokens over all rounds of the rows after the first; "
+    "it is undefined at r=0, which verifies none of them.",
+    "Brackets are 95 % intervals over prompts.",
+    "NLL is that of the codes under the backbone's own guided p: a lossless decoder has AR's, "
+    "one that seeks modes a lower and one whose codes do not fit together a higher value.",
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """One printed table: caption, columns that have something to print, rows."""
+
+    caption: str
+    columns: list[Column]
+    rows: Sequence[Row]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One group of comparable cells: title, tables, warnings, how it was made, and pictures."""
+
+    title: str
+    cells: Sequence[Cell]
+    rows: list[dict[str, Any]]
+    tables: list[Table]
+    warnings: list[str]
+    facts: list[tuple[str, str]]
+    pictures: list[PictureRow]
+    width: int
+
+
+def section(cells: Sequence[Cell], *, pictures: int) -> Section:
+    """Measure one group of comparable cells and lay it out."""
+    rows = measures.measure(cells)
+    shown = side_by_side(cells, pictures)
+    return Section(
+        title=title(cells[0]),
+        cells=cells,
+        rows=rows,
+        tables=layout(cells, rows),
+        warnings=warnings(cells, rows),
+        facts=facts(cells),
+        pictures=shown,
+        width=shown_width(cells[0].image_width) if shown else 0,
+    )
+
+
+def title(cell: Cell) -> str:
+    """Return the model, the prompts' source and the number of images."""
+    prompts = len({row["prompt_id"] for row in cell.images})
+    each = len(cell.images) // prompts
+    count = f"{prompts} prompt{'s' * (prompts > 1)} × {each} image{'s' * (each > 1)}"
+    return f"{cell.config.model.name} · {cell.source} · {count} · seed {cell.config.seed}"
+
+
+def layout(cells: Sequence[Cell], rows: Sequence[Row]) -> list[Table]:
+    """Return the tables of speed and quality, and the paper's own where it has the model."""
+    setting = measures.column_setting(cells)
+    tables = [Table(f"Speed. Latency on {setting}.", filled(measures.SPEED, rows), rows)]
+    quality = filled(measures.QUALITY, rows)
+    if len(quality) > 1:
+        judge = next((s["judge"] for c in cells for s in c.scores.values() if "judge" in s), None)
+        caption = "Quality." if judge is None else f"Quality. GenEval's rules with {judge}."
+        tables.append(Table(caption, quality, rows))
+    printed = [
+        {**row, "method": paper_method(row)} for row in paper.sweep(cells[0].config.model.name)
+    ]
+    if printed:
+        tables.append(Table(PAPER_NOTE, filled(PAPER, printed), printed))
+    return tables
+
+
+def paper_method(row: Row) -> str:
+    """Return the name of a method with its parameters, as the paper prints it."""
+    given = {key: row[key] for key in ("w", "v", "b", "i") if row[key] is not None}
+    if given.get("v") == 1:
+        given = {"r": given["b"]}
+    return " ".join([str(row["method"]).upper(), *[f"{k}={v}" for k, v in given.items()]])
+
+
+def warnings(cells: Sequence[Cell], rows: Sequence[Row]) -> list[str]:
+    """Return what a reader must know before comparing: no AR, odd settings, missing scores."""
+    found = []
+    model, name = cells[0].config.model.name, cells[0].config.name
+    if measures.reference(cells) is None:
+        found.append(
+            "There is no AR run to compare with; make it with the same prompts and seed: "
+            f"python -m ssd_research.generate model={model} name={name} decoder=ar"
+        )
+    if any(row["seconds_per_image_note"] for row in rows):
+        found.append(
+            "Latencies of another device, dtype or batch size are not shown in one column."
+        )
+    for cell, row in zip(cells, rows, strict=True):
+        if row.get("geneval_coverage", 1) != 1:
+            found.append(
+                f"{cell.title}: GenEval covers {row['geneval_coverage']:.0%} of its prompts."
+            )
+        if row.get("nll_outside"):
+            share = f"{row['nll_outside']:.2%}"
+            found.append(f"{cell.title}: p excludes {share} of the codes; NLL leaves them out.")
+    return found
+
+
+def facts(cells: Sequence[Cell]) -> list[tuple[str, str]]:
+    """Return how the cells were made, label and text; what differs between them is all listed."""
+    identities = [cell.meta["identity"] for cell in cells]
+    labels = {
+        "Model": [
+            f"{c.config.model.name}, backbone {i['backbone']}"
+            for c, i in zip(cells, identities, strict=True)
+        ],
+        "Sampling": [_pairs(i["sampling"]) for i in identities],
+        "Seed": [i["seed"] for i in identities],
+        "Device": [c.meta["device"] for c in cells],
+        "Precision": [i["dtype"] for i in identities],
+        "Versions": [_pairs(c.meta["versions"], sign=" ") for c in cells],
+        "Commit": [c.meta["git_sha"] for c in cells],
+        "Made": [c.meta["started"] for c in cells],
+        "Runs": [f"{c.title}: {c.folder.name}" for c in cells],
+    }
+    return [(label, _distinct(values)) for label, values in labels.items()]
+
+
+def _pairs(values: dict[str, Any], *, sign: str = "=") -> str:
+    return ", ".join(f"{key}{sign}{value}" for key, value in values.items() if value is not None)
+
+
+def _distinct(values: Iterable[Any]) -> str:
+    return "; ".join(dict.fromkeys("unknown" if v is None else str(v) for v in values))
+
+
+def to_markdown(sections: Sequence[Section]) -> str:
+    """Return the whole report without pictures as Markdown."""
+    parts = ["# Results\n"]
+    for one in sections:
+        parts += [f"## {one.title}\n", *[f"**Note.** {text}\n" for text in one.warnings]]
+        parts += [
+            f"{table.caption}\n\n{markdown(table.columns, table.rows)}" for table in one.tables
+        ]
+        parts.append("".join(f"- {label}: {text}\n" for label, text in one.facts))
+    return "\n".join([*parts, " ".join(NOTES), ""])
+
+
+def to_latex(sections: Sequence[Section]) -> str:
+    """Return every table as a LaTeX tabular under a comment with its caption."""
+    return "\n".join(
+        f"% {one.title}: {table.caption}\n{latex(table.columns, table.rows)}"
+        for one in sections
+        for table in one.tables
+    )
+
+
+def to_html(sections: Sequence[Section]) -> str:
+    """Return one HTML page that holds everything, pictures included."""
+    loader = jinja2.FileSystemLoader(TEMPLATES)
+    environment = jinja2.Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html.j2").render(sections=sections, notes=NOTES)
