@@ -4,9 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 STAGE := $(BIN)/python -m ssd_research
+DEMO := model=tiny name=demo
+BENCH := prompts=shapes_geneval eval.per_kind=10
+RESULTS := model=tiny name=results prompts=shapes_geneval batch_size=16
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types format clean
+.PHONY: help demo results test test-all lint types format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,13 +22,23 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
-demo: $(INSTALLED)  ## Decode with the shipped tiny model, AR and SSD, and write a report with the images
-	$(STAGE).distill model=tiny name=demo distill.limit=256 distill.holdout=16
-	$(STAGE).train model=tiny name=demo
-	$(STAGE).generate model=tiny name=demo decoder=ar
-	$(STAGE).generate -m model=tiny name=demo decoder=ssd decoder.r=0,1,2,3,4
-	$(STAGE).evaluate model=tiny name=demo
-	$(STAGE).report model=tiny name=demo
+demo: $(INSTALLED)  ## Distill, train heads, decode with AR and SSD, score, and write a report with the images
+	$(STAGE).distill $(DEMO) distill.limit=1024 distill.holdout=32 batch_size=16
+	$(STAGE).train $(DEMO)
+	$(STAGE).generate $(DEMO) $(BENCH) decoder=ar
+	$(STAGE).generate -m $(DEMO) $(BENCH) decoder=ssd decoder.r=0,1,2,3,4 heads.path=outputs/train/tiny/demo
+	$(STAGE).evaluate $(DEMO) eval.per_kind=10
+	$(STAGE).evaluate $(DEMO) eval=likelihood
+	$(STAGE).report $(DEMO)
+
+results: $(INSTALLED)  ## Make the README's tables again from the shipped checkpoint and heads
+	$(STAGE).generate $(RESULTS) decoder=ar
+	$(STAGE).generate -m $(RESULTS) decoder=ssd decoder.r=0,1,2,3,4
+	$(STAGE).generate -m $(RESULTS) decoder=ssd decoder.r=2 decoder.accept=sample,argmax
+	$(STAGE).evaluate $(RESULTS)
+	$(STAGE).evaluate $(RESULTS) eval=likelihood
+	$(STAGE).report $(RESULTS) report.readme=true
+	$(STAGE).benchmark model=tiny name=results benchmark.readme=true
 
 test: $(INSTALLED)  ## Run the fast tests
 	$(BIN)/python -m pytest

@@ -5,9 +5,13 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 
+from collections.abc import Sequence
+
 import pytest
 import torch
+from torch import Tensor
 
+from ssd_research.backbones.base import Backbone
 from ssd_research.backbones.janus import JanusBackbone
 from ssd_research.backbones.tiny import random_model
 from ssd_research.heads import DraftHeads
@@ -32,6 +36,12 @@ def make_heads(backbone: JanusBackbone, *, horizontal: int = 5, vertical: int = 
             backbone.hidden_size, horizontal=horizontal, vertical=vertical, initialisation="torch"
         )
     return heads.to(backbone.dtype).eval().requires_grad_(False)
+
+
+def both_streams(backbone: Backbone, prompts: Sequence[str], codes: Tensor) -> Tensor:
+    """Return teacher-forced states [2B, N, D], the conditional rows before the unconditional."""
+    drop = torch.arange(2 * len(prompts)) >= len(prompts)
+    return backbone.hidden_states([*prompts] * 2, codes.repeat(2, 1), unconditional=drop)
 
 
 @pytest.fixture(scope="session")

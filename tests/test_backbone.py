@@ -1,11 +1,15 @@
 """The backbone and its raster KV against independent references on real transformers classes."""
 
+import json
+import shutil
+
 import pytest
 import torch
-from conftest import make_backbone
-from transformers import AttentionInterface
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import JanusForConditionalGeneration
 
-from ssd_research.backbones.attention import NAME
+from conftest import both_streams, make_backbone
 from ssd_research.backbones.janus import JanusBackbone, conditional_ids, unconditional_ids
 from ssd_research.backbones.tiny import random_model
 from ssd_research.grid import TokenGrid
@@ -17,11 +21,6 @@ PROMPTS = ["a red circle", "a photo of three blue stars", "a ring and a cross", 
 def random_codes(backbone, batch, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(backbone.codebook_size, (batch, backbone.grid.size), generator=generator)
-
-
-def both_streams(backbone, prompts, codes):
-    flags = (torch.full((len(prompts),), drop) for drop in (False, True))
-    return torch.cat([backbone.hidden_states(prompts, codes, unconditional=f) for f in flags])
 
 
 def unpadded_reference(text, codes, *, drop):
@@ -68,15 +67,20 @@ def test_blocks_with_wrong_drafts_equal_a_teacher_forced_pass(dtype):
     assert state.meter.tokens == 2 * 35
 
 
-def test_stale_slots_are_never_seen(random_backbone):
-    codes = random_codes(random_backbone, 2)
-    state = random_backbone.start(PROMPTS[:2], sampling=random_backbone.defaults)
-    longest = int(state.lengths.max())
-    with torch.inference_mode():
-        for layer in (*state.kv.keys, *state.kv.values):
-            layer[:, :, longest + 6 :] = torch.nan
-    state.forward(codes[:, :6], range(6), phase="verify")
-    assert torch.isfinite(state.h_pre[:, 1:7]).all()
+@pytest.mark.parametrize("prompts", [PROMPTS[:2], ["a red circle", "a green cross"]])
+def test_stale_slots_are_never_seen(random_backbone, prompts):
+    """Soils every slot beyond the first six codes, stream by stream, whatever their lengths."""
+    codes, seen = random_codes(random_backbone, 2), []
+    for soiled in (False, True):
+        state = random_backbone.start(prompts, sampling=random_backbone.defaults)
+        assert (state.shared_length is None) == (prompts == PROMPTS[:2])
+        for layer in (*state.kv.keys, *state.kv.values) if soiled else ():
+            for stream, length in enumerate(state.lengths.tolist()):
+                with torch.inference_mode():
+                    layer[stream, :, length + 6 :] = 1e6
+        state.forward(codes[:, :6], range(6), phase="verify")
+        seen.append(state.h_pre[:, :7])
+    torch.testing.assert_close(seen[1], seen[0], atol=1e-12, rtol=0)
 
 
 def test_positions_of_each_image_equal_ranges(random_backbone):
@@ -181,8 +185,41 @@ def test_loading_names_what_is_wrong(tmp_path, random_checkpoint):
     assert images.shape == (2, 24, 24, 3)
 
 
-def test_registration_is_public():
-    assert NAME in AttentionInterface()
+def test_a_checkpoint_of_another_family_or_with_holes_is_refused(tmp_path, random_checkpoint):
+    options = {"name": "tiny", "guidance": 3.0}
+    copies = {name: tmp_path / name for name in ("family", "hole", "cut")}
+    for copy in copies.values():
+        shutil.copytree(random_checkpoint, copy)
+    config = json.loads((copies["family"] / "config.json").read_text())
+    (copies["family"] / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    with pytest.raises(ValueError, match="holds a llama model, not a janus one"):
+        JanusBackbone.load(str(copies["family"]), **options)
+    weights = load_file(copies["hole"] / "model.safetensors")
+    del weights["model.generation_head.vision_head.weight"]
+    save_file(weights, copies["hole"] / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 1 weights, the first .*vision_head"):
+        JanusBackbone.load(str(copies["hole"]), **options)
+    whole = (copies["cut"] / "model.safetensors").read_bytes()
+    (copies["cut"] / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="broken weights"):
+        JanusBackbone.load(str(copies["cut"]), **options)
+
+
+def test_other_models_keep_their_own_attention(random_backbone, random_checkpoint):
+    """A plain model beside a backbone still masks its padding, which raster attention ignores."""
+    plain = JanusForConditionalGeneration.from_pretrained(random_checkpoint, dtype=torch.float64)
+    ids = torch.tensor([random_backbone.prompt_ids(PROMPTS[0])])
+    positions, left = torch.arange(ids.shape[1])[None], (3, 0)
+    with torch.no_grad():
+        stack = plain.model.language_model.eval()
+        want = stack(ids, use_cache=False).last_hidden_state
+        got = stack(
+            F.pad(ids, left, value=1),
+            attention_mask=F.pad(torch.ones_like(ids), left),
+            position_ids=F.pad(positions, left),
+            use_cache=False,
+        ).last_hidden_state
+    torch.testing.assert_close(got[:, 3:], want, atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize(

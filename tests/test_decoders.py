@@ -1,11 +1,12 @@
 """Decoders on a random backbone of the real classes: counts, batches and corner cases."""
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
 
-from conftest import make_backbone, make_heads
+from conftest import both_streams, make_backbone, make_heads
 from ssd_research.decoders.autoregressive import Autoregressive
 from ssd_research.decoders.noise import KeyedNoise, sample_key
 from ssd_research.decoders.spatial import SpatiallySpeculative
@@ -23,11 +24,6 @@ PROMPTS = [
 ]
 KEYS = [sample_key(str(n), 0) for n in range(len(PROMPTS))]
 BUDGETS = [(1, 0, 0), (1, 2, 0), (2, 3, 2), (3, 2, 1), (3, 1, 0)]
-
-
-def both_streams(backbone, prompts, codes):
-    flags = (torch.full((len(prompts),), drop) for drop in (False, True))
-    return torch.cat([backbone.hidden_states(prompts, codes, unconditional=f) for f in flags])
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +51,9 @@ def test_autoregressive_takes_one_forward_per_code(random_backbone, sampling):
 
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("final", [True, False])
-def test_engine_nfe_equals_the_schedule(random_backbone, random_heads, sampling, budget, final):
+def test_engine_costs_what_the_schedule_says(
+    random_backbone, random_heads, sampling, budget, final
+):
     v, b, i = budget
     decoder = SpatiallySpeculative(v=v, b=b, i=i, final_commit=final)
     made = decoder.decode(
@@ -63,13 +61,13 @@ def test_engine_nfe_equals_the_schedule(random_backbone, random_heads, sampling,
     )
     schedule = decoder.schedule(random_backbone.grid)
     assert made.nfe == schedule.nfe()
-    for entry in made.rounds:
-        drafted = [
-            p.stop - p.start
-            for p in schedule.passes()
-            if (p.phase, p.stage, p.round) == ("verify", entry["stage"], entry["round"])
-        ]
-        assert entry["drafted"] == sum(drafted)
+    assert made.tokens == sum(p.stop - p.start for p in schedule.passes())
+    drafted = Counter()
+    for p in schedule.passes():
+        if p.phase == "verify":
+            drafted[p.stage, p.round] += p.stop - p.start
+    rounds = [(entry["stage"], entry["round"], entry["drafted"]) for entry in made.rounds]
+    assert rounds == [(*key, count) for key, count in drafted.items()]
 
 
 @pytest.mark.parametrize(
@@ -137,22 +135,22 @@ def test_one_round_of_the_first_row_by_hand(random_backbone, random_heads, sampl
     draft = torch.stack(drafts, 1)
     fed = torch.cat([first, draft], 1)
     full = torch.cat([fed, made.codes[:, w:]], 1)
-    flags = torch.tensor([False]), torch.tensor([True])
-    h = torch.cat(
-        [random_backbone.hidden_states(PROMPTS[:1], full, unconditional=f) for f in flags]
-    )
-    p = state.distribution_of(h[:, 1:w])
+    p = state.distribution_of(both_streams(random_backbone, PROMPTS[:1], full)[:, 1:w])
     positions = torch.arange(1, w)[None]
     u = noise.uniform(positions, round=1, purpose="accept")[0]
     u_residual = noise.uniform(positions, round=1, purpose="residual")[0]
+    accepted = 0
     for n in range(w - 1):
         pn, qn, t = p[0, n], qs[n][0], int(draft[0, n])
         if u[n] < min(1.0, float(pn[t] / qn[t])):
-            want = t
+            want, accepted = t, accepted + 1
         else:
             mass = (pn - qn).clamp_min(0).cumsum(0)
             want = int((mass <= u_residual[n] * mass[-1]).sum())
         assert int(made.codes[0, n + 1]) == want
+    assert made.rounds == [
+        {"stage": "horizontal", "round": 1, "drafted": w - 1, "accepted": [accepted]}
+    ]
 
 
 def test_guidance_one_needs_one_stream(random_backbone, random_heads):
@@ -190,10 +188,12 @@ def test_noise_is_uniform():
     [
         ({"r": 2, "b": 2}, "give either r"),
         ({"r": 1, "v": 2}, "give either r"),
-        ({"r": -1}, "decoder.r must be at least 0"),
+        ({"r": -1}, "decoder.r must be a whole number of at least 0"),
         ({"accept": "maybe"}, "reject, sample, argmax"),
         ({"v": 1, "i": 2}, "decoder.i=2 does nothing"),
-        ({"v": 0}, "decoder.v must be at least 1"),
+        ({"b": 2.5}, "decoder.b must be a whole number"),
+        ({"r": 1.5}, "decoder.r must be a whole number"),
+        ({"v": 0}, "decoder.v must be a whole number of at least 1"),
     ],
 )
 def test_bad_budgets_name_the_option(options, words):

@@ -17,6 +17,7 @@ from ssd_research.prompts.files import Row
 from ssd_research.prompts.selection import Selection, clean
 from ssd_research.prompts.sources import _commit, shapes_captions
 from ssd_research.shapes import benchmark
+from ssd_research.shapes.scenes import SHAPES
 
 OFFICIAL = Path(__file__).parents[2] / "shared" / "data"
 relaxed = settings(deadline=None, max_examples=60)  # machines under load are slow, not wrong
@@ -357,7 +358,11 @@ def test_captions_end_when_nothing_new_comes(monkeypatch):
     monkeypatch.setattr("ssd_research.prompts.sources.SHAPES_KINDS", {"single_object": 1.0})
     monkeypatch.setattr("ssd_research.prompts.sources.SHAPES_NAMED", 0.0)
     monkeypatch.setattr("ssd_research.prompts.sources.SHAPES_PATIENCE", 200)
-    assert len(list(shapes_captions(0))) == 12
+    found = [row.text for row in shapes_captions(0)]
+    assert len(found) == len(set(found))
+    shapes = {text.split()[-1] for text in found}
+    assert shapes == set(SHAPES)
+    assert {"a circle", "a photo of a circle"} <= set(found)
 
 
 def test_benchmarks_of_the_shapes_world():

@@ -259,12 +259,14 @@ def test_a_paper_backbone_is_shown_beside_the_paper(tmp_path: Path) -> None:
 def test_readme_gets_the_tables_between_its_markers(tree: Path, monkeypatch) -> None:
     home = tree / "home"
     home.mkdir()
-    (home / "README.md").write_text(f"# A\n{report.BEGIN}\nold\n{report.END}\nrest\n")
+    (home / "README.md").write_text(
+        "# A\n<!-- results:begin -->\nold\n<!-- results:end -->\nrest\n"
+    )
     monkeypatch.chdir(home)
     report.run(configured(tree, readme=True))
     text = (home / "README.md").read_text()
-    assert text.startswith(f"# A\n{report.BEGIN}\nSpeed.")
-    assert text.endswith(f"{report.END}\nrest\n")
+    assert text.startswith("# A\n<!-- results:begin -->\nSpeed.")
+    assert text.endswith("<!-- results:end -->\nrest\n")
     assert "old" not in text
     assert "| SSD r=2 |" in (home / "results" / "tiny_fake.md").read_text()
 

@@ -24,6 +24,7 @@ from ssd_research.decoders.spatial import SpatiallySpeculative
 from ssd_research.heads import DraftHeads
 from ssd_research.prompts import Prompt, load_prompts
 from ssd_research.provenance import device_name, git_sha
+from ssd_research.reporting.readme import publish
 from ssd_research.reporting.tables import Column, filled, markdown
 from ssd_research.runs import (
     load_backbone,
@@ -87,25 +88,35 @@ def run(cfg: DictConfig) -> Path:
         **numeric_identity(backbone),
         "device": device,
         "git_sha": git_sha(),
-        "benchmark": {key: _plain(value) for key, value in cfg.benchmark.items()},
+        "benchmark": {k: _plain(v) for k, v in cfg.benchmark.items() if k != "readme"},
         "heads": str(cfg.heads.path),
         "prompts": [prompt.id for prompt in prompts],
         "sampling": vars(bench.sampling),
         "seed": bench.seed,
     }
     stage = open_run(cfg, "benchmark", identity)
-    if stage.done:
-        return stage.folder
-    rows: list[dict[str, Any]] = []
-    for batch_size in cfg.benchmark.batch_sizes:
-        batch = [prompts[n % len(prompts)] for n in range(batch_size)]
-        rows += measure(bench, batch, rounds=cfg.benchmark.rounds, repeats=cfg.benchmark.repeats)
-        lines = "".join(json.dumps({**row, "device": device}) + "\n" for row in rows)
-        write_atomic(stage.folder / "results.jsonl", lines)
-    text = table(rows, device=device, dtype=str(backbone.dtype).removeprefix("torch."))
-    write_atomic(stage.folder / "benchmark.md", text)
+    if not stage.done:
+        rows = measure_all(bench, prompts, cfg.benchmark, record=stage.folder / "results.jsonl")
+        text = table(rows, device=device, dtype=identity["dtype"])
+        write_atomic(stage.folder / "benchmark.md", text)
+        stage.finish({"results": rows})
+    text = (stage.folder / "benchmark.md").read_text(encoding="utf-8")
     Console().print(text, markup=False, soft_wrap=True)
-    return stage.finish({"results": rows})
+    if cfg.benchmark.readme:
+        publish("benchmark", text, file=f"{cfg.model.name}_benchmark.md", whole=text)
+    return stage.folder
+
+
+def measure_all(
+    bench: Bench, prompts: Sequence[Prompt], options: DictConfig, *, record: Path
+) -> list[dict[str, Any]]:
+    """Return the rows of every batch size, and write them to `record` as JSON lines."""
+    rows: list[dict[str, Any]] = []
+    for batch_size in options.batch_sizes:
+        batch = [prompts[n % len(prompts)] for n in range(batch_size)]
+        rows += measure(bench, batch, rounds=options.rounds, repeats=options.repeats)
+        write_atomic(record, "".join(json.dumps(row) + "\n" for row in rows))
+    return rows
 
 
 def check(benchmark: DictConfig) -> None:

@@ -79,6 +79,10 @@ class Teacher:
 
 def run(cfg: DictConfig) -> Path:
     """Distill `cfg.prompts` into Parquet shards of codes and return the run folder."""
+    if cfg.decoder.name != "ar":
+        raise ValueError(
+            f"decoder={cfg.decoder.name}: training images are always decoded by ar; leave it out"
+        )
     batch_size = whole_number(cfg, "batch_size", minimum=1)
     shard_size = whole_number(cfg, "distill.shard_size", minimum=1)
     images_per_prompt = whole_number(cfg, "images_per_prompt", minimum=1)

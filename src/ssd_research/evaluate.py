@@ -36,15 +36,34 @@ log = logging.getLogger(__name__)
 
 
 def run(cfg: DictConfig) -> Path:
-    """Detect, judge and score the images in `evaluate.images`, and return the run folder.
+    """Score `evaluate.images`, or every finished generate run of this model and name.
+
+    Returns the folder of the last evaluation.
 
     Raises:
-        ValueError: if `evaluate.images` is null, unfinished, not GenEval's, or has odd images.
+        ValueError: if there are no images, or they are unfinished, not GenEval's, or odd.
         FileNotFoundError: if an image, a prompt or a metadata file is missing.
     """
-    if cfg.eval.name == "likelihood":
-        return run_likelihood(cfg)
-    root = image_root(cfg.evaluate.images)
+    one = run_likelihood if cfg.eval.name == "likelihood" else run_geneval
+    return [one(cfg, images) for images in _targets(cfg)][-1]
+
+
+def _targets(cfg: DictConfig) -> list[str]:
+    if cfg.evaluate.images is not None:
+        return [str(cfg.evaluate.images)]
+    root = Path(str(cfg.output_dir)).expanduser() / "generate" / cfg.model.name / str(cfg.name)
+    finished = sorted(str(done.parent.resolve()) for done in root.glob("*/DONE"))
+    if not finished:
+        raise ValueError(
+            f"evaluate.images is null and {root} holds no finished generate run; "
+            "generate first, or pass evaluate.images=<run folder>"
+        )
+    return finished
+
+
+def run_geneval(cfg: DictConfig, images: str) -> Path:
+    """Detect, judge and score a folder of images under GenEval's rules (`eval=shapes_geneval`)."""
+    root = image_root(images)
     samples = read_samples(root)
     _refuse_short_run(root, len(samples))
     detector: Detector = hydra.utils.instantiate(cfg.evaluate.detector)
@@ -73,9 +92,9 @@ def run(cfg: DictConfig) -> Path:
     return stage.finish({"n_scored": len(samples), "overall": scores["overall"]})
 
 
-def run_likelihood(cfg: DictConfig) -> Path:
+def run_likelihood(cfg: DictConfig, images: str) -> Path:
     """Score the codes of a generate run under the law it sampled from (`eval=likelihood`)."""
-    made = image_root(cfg.evaluate.images).parent
+    made = image_root(images).parent
     backbone = load_backbone(cfg)
     sampling = likelihood.sampling_of(made, backbone)
     identity = {
@@ -111,17 +130,13 @@ def _identity(
     }
 
 
-def image_root(images: str | None) -> Path:
+def image_root(images: str) -> Path:
     """Return the folder of prompt folders of `evaluate.images`: a generate run or a bare folder.
 
     Raises:
-        ValueError: if it is null or a run that has not finished.
+        ValueError: if it is a run that has not finished.
         FileNotFoundError: if it does not exist.
     """
-    if images is None:
-        raise ValueError(
-            "evaluate.images is null; pass a finished generate run: evaluate.images=<run folder>"
-        )
     root = resolve_path(images)
     if (root / "config.yaml").exists() and not (root / "DONE").exists():
         raise ValueError(

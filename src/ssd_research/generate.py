@@ -104,8 +104,8 @@ def load_painter(cfg: DictConfig) -> Painter:
     if decoder.needs_heads:
         heads_folder(cfg)  # a missing folder shows before a large backbone is loaded
     backbone = load_backbone(cfg)
-    heads = load_heads(cfg, backbone) if decoder.needs_heads else None
-    decoder.check(backbone, heads)
+    reach = decoder.reach(backbone.grid)
+    heads = load_heads(cfg, backbone, **reach) if decoder.needs_heads else None
     return Painter(decoder, backbone, heads, resolve_sampling(cfg, backbone), seed)
 
 
@@ -117,6 +117,7 @@ def identity(cfg: DictConfig, painter: Painter) -> dict[str, Any]:
             heads = hashlib.file_digest(file, "sha256").hexdigest()
     return {
         **numeric_identity(painter.backbone),
+        "image_decoder": painter.backbone.image_decoder_fingerprint,
         "decoder": {"method": type(painter.decoder).__name__, **painter.decoder.settings()},
         "heads": heads,
         "sampling": asdict(painter.sampling),

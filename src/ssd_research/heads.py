@@ -93,12 +93,6 @@ class DraftHeads(nn.Module):
         """Return h_hat at one offset."""
         return self.head(axis, offset)(h, e)
 
-    def predict_all(
-        self, axis: Axis, count: int, h: Float[Tensor, "*n d"], e: Float[Tensor, "*n d"]
-    ) -> Float[Tensor, "count *n d"]:
-        """Return h_hat at the offsets 1..count of one axis, all from the same source positions."""
-        return torch.stack([self.head(axis, k)(h, e) for k in range(1, count + 1)])
-
     def require(self, *, horizontal: int = 0, vertical: int = 0) -> None:
         """Raise ValueError unless heads reach `horizontal` columns and `vertical` rows ahead."""
         wanted = {"horizontal": horizontal, "vertical": vertical}

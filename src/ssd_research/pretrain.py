@@ -10,8 +10,6 @@ from pathlib import Path
 import lightning as L
 import torch
 from hydra.utils import instantiate
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -21,14 +19,20 @@ from transformers import GenerationConfig, JanusForConditionalGeneration, PreTra
 from ssd_research.backbones.janus import JanusBackbone
 from ssd_research.backbones.tiny import tiny_config, tiny_tokenizer
 from ssd_research.decoders.autoregressive import Autoregressive
-from ssd_research.runs import Run, open_run, resolve_device, stage_main, write_atomic
+from ssd_research.runs import Run, open_run, resolve_device, stage_main, use_threads, write_atomic
 from ssd_research.sampling import Sampling
 from ssd_research.shapes.captions import vocabulary
+from ssd_research.training.persistence import (
+    AtomicCheckpoints,
+    LastCheckpoint,
+    MetricsFile,
+    fit,
+    step_of,
+)
 from ssd_research.training.pretraining import (
     Curriculum,
     LanguageTraining,
     SceneBatches,
-    SkipSeen,
     VQTraining,
 )
 
@@ -47,6 +51,7 @@ def run(cfg: DictConfig) -> Path:
     if "pretrain" not in cfg.model:
         raise ValueError(f"model={cfg.model.name} is published, not made here: use model=tiny")
     recipe = OmegaConf.to_container(cfg.model.pretrain, resolve=True)
+    use_threads(cfg)
     run = open_run(cfg, "pretrain", {"recipe": recipe, "seed": cfg.seed})
     if run.done:
         return run.folder
@@ -98,19 +103,23 @@ def _fit(
     """Train `module` for `steps` batches, resuming where an earlier command stopped."""
     folder = run.folder / phase
     options = cfg.model.pretrain[phase]
-    keep = ModelCheckpoint(
-        folder, save_last=True, every_n_train_steps=cfg.model.pretrain.checkpoint_every, save_top_k=0
-    )
+    last = folder / "last.ckpt"
+    resume = last if last.exists() else None
     device = resolve_device(cfg.runtime.device)
     optimizers = 2 if phase == "lm" else 1
-    callbacks: list[Callback] = [keep, SkipSeen(optimizers)]
+    every = cfg.model.pretrain.checkpoint_every * optimizers
+    first_step = step_of(resume) // optimizers
+    # Lightning draws a batch before any hook runs, so the data must know where to go on by now.
+    train.dataset.first_step = first_step
+    metrics = MetricsFile(folder / "metrics.csv", first_step=first_step)
     trainer = L.Trainer(
         max_steps=steps * optimizers,
         accelerator="gpu" if device == "cuda" else "cpu",
         devices=1,
         precision=cfg.model.pretrain.precision,
-        callbacks=callbacks,
-        logger=CSVLogger(run.folder, name=phase, version=""),
+        callbacks=[LastCheckpoint(last, every=every)],
+        logger=metrics,
+        plugins=[AtomicCheckpoints()],
         log_every_n_steps=20,
         val_check_interval=options.validate_every,
         check_val_every_n_epoch=None,
@@ -118,10 +127,7 @@ def _fit(
         enable_model_summary=False,
     )
     held_out = _batches(cfg, steps=2, batch_size=64, seed=cfg.seed + 10**6, easy=0.0, full=0.0)
-    last = folder / "last.ckpt"
-    trainer.fit(module, train, held_out, ckpt_path=last if last.exists() else None)
-    if trainer.interrupted:
-        raise KeyboardInterrupt
+    fit(trainer, module, train, held_out, ckpt_path=resume)
     trainer.validate(module, held_out, verbose=False)
     return {k: float(v) for k, v in trainer.callback_metrics.items() if "val" in k}
 

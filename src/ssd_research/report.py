@@ -9,15 +9,13 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from ssd_research.paths import resolve_path
 from ssd_research.reporting.cells import find_cells, groups
 from ssd_research.reporting.page import Section, section, to_html, to_latex, to_markdown
+from ssd_research.reporting.readme import publish
 from ssd_research.reporting.tables import csv_text, markdown
 from ssd_research.runs import open_run, stage_main, write_atomic
 
 log = logging.getLogger(__name__)
-
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 
 def run(cfg: DictConfig) -> Path:
@@ -58,34 +56,13 @@ def pages(sections: Sequence[Section]) -> dict[str, str]:
 
 
 def write_readme(sections: Sequence[Section], *, name: str) -> None:
-    """Put the tables between README.md's results markers and the whole report into `results/`.
-
-    Raises:
-        FileNotFoundError: if there is no README.md here or in the clone.
-        ValueError: if it lacks a marker.
-    """
-    readme = resolve_path("README.md")
-    results = readme.parent / "results"
-    results.mkdir(exist_ok=True)
-    write_atomic(results / f"{name}.md", to_markdown(sections))
+    """Put the tables into README.md and the whole report into `results/`."""
     tables = [
         f"{table.caption}\n\n{markdown(table.columns, table.rows)}"
         for one in sections
         for table in one.tables
     ]
-    place = f"results/{name}.md"
-    link = f"Made by `python -m ssd_research.report`; details in [{place}]({place}).\n"
-    text = between_markers(readme.read_text(encoding="utf-8"), "\n".join([*tables, link]))
-    write_atomic(readme, text)
-
-
-def between_markers(text: str, content: str) -> str:
-    """Return `text` with what is between the results markers replaced by `content`."""
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"README.md has no lines {BEGIN} and {END} to put the results between")
-    return f"{head}{begin}\n{content}{end}{tail}"
+    publish("results", "\n".join(tables), file=f"{name}.md", whole=to_markdown(sections))
 
 
 def main() -> None:

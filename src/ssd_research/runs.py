@@ -150,13 +150,16 @@ def load_backbone(cfg: DictConfig) -> Backbone:
     """Load `cfg.model.backbone` with the device, dtype and threads of `cfg.runtime`."""
     device = resolve_device(cfg.runtime.device)
     dtype = resolve_dtype(cfg.runtime.dtype, device)
-    if cfg.runtime.threads is not None:
-        torch.set_num_threads(int(cfg.runtime.threads))
+    use_threads(cfg)
     return hydra.utils.instantiate(cfg.model.backbone, device=device, dtype=dtype)
 
 
 def heads_folder(cfg: DictConfig) -> Path:
-    """Return the folder of `heads.path`; ValueError says how to train heads if there is none."""
+    """Return the folder that `heads.path` names: heads, a train run, or a folder of train runs.
+
+    Of several train runs the newest finished one counts. ValueError says how to train heads if
+    there are none.
+    """
     train = f"python -m ssd_research.train model={cfg.model.name}"
     if cfg.heads.path is None:
         raise ValueError(
@@ -164,22 +167,38 @@ def heads_folder(cfg: DictConfig) -> Path:
             f"train them with {train}, then pass heads.path=<train run>/heads"
         )
     try:
-        return resolve_path(cfg.heads.path)
+        folder = resolve_path(cfg.heads.path)
     except FileNotFoundError as error:
         raise ValueError(
             f"heads.path={cfg.heads.path} does not exist; train heads with {train}"
         ) from error
+    finished = sorted(folder.glob("*/DONE"), key=lambda done: done.stat().st_mtime)
+    run = finished[-1].parent if finished else folder
+    return run / "heads" if (run / "heads").is_dir() else run
 
 
-def load_heads(cfg: DictConfig, backbone: Backbone) -> DraftHeads:
-    """Load the draft heads in `heads.path` for `backbone`."""
-    return DraftHeads.load(heads_folder(cfg), backbone)
+def load_heads(
+    cfg: DictConfig,
+    backbone: Backbone,
+    *,
+    horizontal: int | None = None,
+    vertical: int | None = None,
+) -> DraftHeads:
+    """Load the draft heads in `heads.path`, those of an axis up to an offset where one is given."""
+    folder = heads_folder(cfg)
+    return DraftHeads.load(folder, backbone, horizontal=horizontal, vertical=vertical)
 
 
 def resolve_sampling(cfg: DictConfig, backbone: Backbone) -> Sampling:
     """Return the target distribution: `cfg.sampling`, with null meaning the model's own default."""
     chosen = {key: value for key, value in cfg.sampling.items() if value is not None}
     return replace(backbone.defaults, **chosen)
+
+
+def use_threads(cfg: DictConfig) -> None:
+    """Give torch the CPU threads of `runtime.threads`, or leave its own choice where it is null."""
+    if cfg.runtime.threads is not None:
+        torch.set_num_threads(whole_number(cfg, "runtime.threads", minimum=1))
 
 
 def whole_number(cfg: DictConfig, key: str, *, minimum: int = 0) -> int:

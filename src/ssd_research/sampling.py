@@ -4,6 +4,7 @@ Order: guidance -> temperature -> top-k -> top-p -> softmax. Accept tests, resid
 use this p; the filters are never run again on a residual.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +22,19 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("guidance", "temperature", "top_k", "top_p"):
+            value = getattr(self, name)
+            optional = name.startswith("top") and value is None
+            if not optional and not (isinstance(value, int | float) and math.isfinite(value)):
+                raise ValueError(f"sampling.{name} must be a finite number, not {value}")
         if self.guidance < 0:
             raise ValueError(f"sampling.guidance must be at least 0, not {self.guidance}")
         if not self.temperature > 0:
             raise ValueError(f"sampling.temperature must be above 0, not {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"sampling.top_k must be at least 1 or null, not {self.top_k}")
+        if self.top_k is not None and (self.top_k < 1 or self.top_k != int(self.top_k)):
+            raise ValueError(
+                f"sampling.top_k must be a whole number of at least 1, or null, not {self.top_k}"
+            )
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"sampling.top_p must be in (0, 1] or null, not {self.top_p}")
 

@@ -45,9 +45,10 @@ class SpatialSchedule:
 
     def __post_init__(self) -> None:
         for name, least in (("v", 1), ("b", 0), ("i", 0), ("k_h", 1), ("horizontal_rounds", 0)):
-            if getattr(self, name) < least:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(
-                    f"decoder.{name} must be at least {least}, not {getattr(self, name)}"
+                    f"decoder.{name} must be a whole number of at least {least}, not {value}"
                 )
         if self.v == 1 and self.i:
             raise ValueError(
@@ -71,7 +72,7 @@ class SpatialSchedule:
             passes.append(Pass("commit", "horizontal", cycle.start, cycle.stop))
         for block in self.blocks():
             passes += self._block_passes(block)
-        return passes if self.final_commit else passes[:-1]
+        return passes if self.final_commit or len(passes) == 1 else passes[:-1]
 
     def _block_passes(self, block: range) -> list[Pass]:
         w = self.cols
@@ -91,4 +92,5 @@ class SpatialSchedule:
         """
         cycles = -(-(self.cols - 1) // self.k_h)
         blocks = sum((self.b + 1) + (len(m) - 1) * (self.i + 1) for m in self.blocks())
-        return 1 + (self.horizontal_rounds + 1) * cycles + blocks - (not self.final_commit)
+        last = not self.final_commit and cycles + blocks > 0
+        return 1 + (self.horizontal_rounds + 1) * cycles + blocks - last

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Callback, RichProgressBar
 from lightning.pytorch.loggers import Logger
@@ -35,7 +34,13 @@ from ssd_research.runs import (
 from ssd_research.training.data import DistilledImages, data_fingerprint, read_distilled
 from ssd_research.training.devices import claim_device, device_arguments
 from ssd_research.training.module import HeadTraining, Recipe
-from ssd_research.training.persistence import AtomicCheckpoints, LastCheckpoint, MetricsFile
+from ssd_research.training.persistence import (
+    AtomicCheckpoints,
+    LastCheckpoint,
+    MetricsFile,
+    fit,
+    step_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +170,7 @@ def _fit(
     """Train to the end, from the last checkpoint where there is one; return the last validation."""
     last = run.folder / CHECKPOINT
     resume = last if last.exists() else None
-    first_step = _step_of(resume)
+    first_step = step_of(resume)
     metrics = MetricsFile(run.folder / "metrics.csv", first_step=first_step)
     loggers: list[Logger] = [metrics]
     if "_target_" in cfg.logger:
@@ -196,17 +201,8 @@ def _fit(
     )
     # Lightning cannot see that the batches continue from the optimizer step by themselves.
     warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
-    trainer.fit(module, datamodule=data, ckpt_path=resume)
-    if trainer.interrupted:
-        raise KeyboardInterrupt
+    fit(trainer, module, datamodule=data, ckpt_path=resume)
     return metrics.latest("val/")
-
-
-def _step_of(checkpoint: Path | None) -> int:
-    """Return the optimizer step of `checkpoint`, without reading its tensors."""
-    if checkpoint is None:
-        return 0
-    return torch.load(checkpoint, mmap=True, map_location="meta", weights_only=True)["global_step"]
 
 
 def _callbacks(cfg: DictConfig, run: Run) -> list[Callback]:

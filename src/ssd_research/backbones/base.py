@@ -7,6 +7,7 @@ inside. Streams are ordered conditional rows first, then unconditional rows.
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -18,6 +19,20 @@ from ssd_research.backbones.attention import NAME, RasterKV, RasterPass
 from ssd_research.backbones.state import DecodingState
 from ssd_research.grid import TokenGrid
 from ssd_research.sampling import Sampling
+
+
+def fingerprint(*modules: nn.Module) -> str:
+    """Return 16 hex digits of the modules' weights.
+
+    A strided sample of each tensor, rounded to 8 bits of mantissa, is hashed: 8B weights take a
+    second, and loading them as float32, float64 or bfloat16 does not matter.
+    """
+    digest = hashlib.sha256()
+    for name, p in (pair for module in modules for pair in module.named_parameters()):
+        flat = p.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // 512)].to(torch.bfloat16).float().cpu().numpy()
+        digest.update(f"{name}{tuple(p.shape)}".encode() + sample.tobytes())
+    return digest.hexdigest()[:16]
 
 
 class Backbone(ABC):
@@ -51,18 +66,16 @@ class Backbone(ABC):
         """The weights' type."""
         return next(self.decoder.parameters()).dtype
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """Return 16 hex digits of the decoder's and image head's weights, the same for every dtype.
+        """Return 16 hex digits of all that draft heads were trained against."""
+        layers, norm = self.decoder.layers, self.decoder.norm
+        return fingerprint(layers, norm, self.image_head, *self.code_embedders)
 
-        A strided sample of each tensor in bfloat16 is hashed, so that 8B weights take a second.
-        """
-        digest = hashlib.sha256()
-        for name, p in [*self.decoder.named_parameters(), *self.image_head.named_parameters()]:
-            flat = p.detach().flatten()
-            sample = flat[:: max(1, flat.numel() // 512)].to(torch.bfloat16).float().cpu().numpy()
-            digest.update(f"{name}{tuple(p.shape)}".encode() + sample.tobytes())
-        return digest.hexdigest()[:16]
+    @cached_property
+    def image_decoder_fingerprint(self) -> str:
+        """Return 16 hex digits of the weights that turn codes into pixels."""
+        return fingerprint(self.image_decoder)
 
     @torch.inference_mode()
     def start(self, prompts: Sequence[str], *, sampling: Sampling) -> DecodingState:
@@ -193,7 +206,9 @@ class Backbone(ABC):
 
     # adapter
     code_embeddings: Float[Tensor, "K D"]
+    code_embedders: tuple[nn.Module, ...]
     image_head: nn.Module
+    image_decoder: nn.Module
 
     def end_of_row_embedding(self) -> Float[Tensor, "1 1 D"]:
         """Return the embedding of the forced end-of-row token, where the grid has one."""

@@ -10,8 +10,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int
+from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoTokenizer, JanusForConditionalGeneration, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    JanusForConditionalGeneration,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from ssd_research.backbones.base import Backbone
 from ssd_research.grid import TokenGrid
@@ -69,6 +75,8 @@ class JanusBackbone(Backbone):
         self.hidden_size = model.config.text_config.hidden_size
         self.codebook_size = model.config.vq_config.num_embeddings
         self.image_head = model.model.generation_head
+        self.image_decoder = model.model.vqmodel
+        self.code_embedders = (model.model.generation_embeddings, model.model.generation_aligner)
         with torch.no_grad():
             every_code = torch.arange(self.codebook_size, device=self.device)
             self.code_embeddings = model.prepare_embeddings_for_image_generation(every_code)
@@ -87,19 +95,33 @@ class JanusBackbone(Backbone):
     ) -> "JanusBackbone":
         """Load a folder or hub repository in Hugging Face layout.
 
-        Raises FileNotFoundError where neither exists, ValueError for a model of another family.
+        Raises FileNotFoundError where neither exists, ValueError for a model of another family or
+        a checkpoint that does not hold every weight.
         """
         place = locate(path)
         try:
-            model = JanusForConditionalGeneration.from_pretrained(
-                place, dtype=dtype, attn_implementation="sdpa"
+            family = PreTrainedConfig.get_config_dict(place)[0].get("model_type")
+            if family != "janus":
+                raise ValueError(
+                    f"model.backbone.path={path} holds a {family} model, not a janus one in "
+                    "Hugging Face layout (such as deepseek-community/Janus-Pro-7B)"
+                )
+            model, report = JanusForConditionalGeneration.from_pretrained(
+                place, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
             )
             tokenizer = AutoTokenizer.from_pretrained(place)
+        except SafetensorError as error:
+            raise ValueError(f"model.backbone.path={path}: broken weights: {error}") from error
         except OSError as error:
             first = str(error).strip().splitlines()[0]
             raise FileNotFoundError(
                 f"model.backbone.path={path} cannot be loaded: {first}"
             ) from error
+        lacking = sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])])
+        if lacking:
+            raise ValueError(
+                f"model.backbone.path={path} lacks {len(lacking)} weights, the first {lacking[0]}"
+            )
         defaults = Sampling(guidance, temperature, top_k)
         return cls(model.to(device), tokenizer, name=name, defaults=defaults)
 

@@ -41,9 +41,9 @@ class Generation:
 
     `nfe` counts backbone forwards, the prefill included; conditional and unconditional streams
     share one. `tokens` counts image tokens forwarded per stream. `seconds` holds wall time per
-    phase and `total`. Each entry of `rounds` is a verification round summed over the image: its `stage`
-    (horizontal, base, incremental), `round` from 1, `drafted` tokens per image and `accepted` of
-    each image. `peak_memory_bytes` is the allocator's on CUDA and 0 elsewhere.
+    phase and `total`. Each entry of `rounds` is a verification round summed over the image: its
+    `stage` (horizontal, base, incremental), `round` from 1, `drafted` tokens per image and
+    `accepted` of each image. `peak_memory_bytes` is the allocator's on CUDA and 0 elsewhere.
     """
 
     codes: Int[Tensor, "B N"]

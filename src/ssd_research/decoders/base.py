@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from ssd_research.backbones.base import Backbone
 from ssd_research.backbones.state import Generation
 from ssd_research.decoders.noise import KeyedNoise, Noise
+from ssd_research.grid import TokenGrid
 from ssd_research.heads import DraftHeads
 from ssd_research.sampling import Sampling
 
@@ -37,20 +38,22 @@ class Decoder(ABC):
         """Decode one image per prompt.
 
         `sample_keys` names each image's noise; images with the same key, seed and prompt are the
-        same whatever else is in the batch. Raises ValueError if heads are missing or not wanted.
+        same whatever else is in the batch. Raises ValueError if heads are missing.
         """
         if len(prompts) != len(sample_keys):
             raise ValueError(f"{len(prompts)} prompts need as many keys, not {len(sample_keys)}")
-        self.check(backbone, heads)
+        if heads is not None:
+            heads.require(**self.reach(backbone.grid))
         noise = KeyedNoise(seed, sample_keys)
         return self.decode_with(backbone, prompts, sampling=sampling, noise=noise, heads=heads)
 
     def settings(self) -> dict[str, Any]:
-        """Return the hyper-parameters in force, which together with the method decide the result."""
+        """Return the hyper-parameters in force, which with the method decide the result."""
         return {key: value for key, value in asdict(self).items() if key != "name"}
 
-    def check(self, backbone: Backbone, heads: DraftHeads | None) -> None:  # noqa: B027
-        """Raise ValueError for hyper-parameters that this backbone or these heads cannot serve."""
+    def reach(self, grid: TokenGrid) -> dict[str, int]:
+        """Return how many columns (horizontal) and rows (vertical) ahead the decoder drafts."""
+        return {"horizontal": 0, "vertical": 0}
 
     @abstractmethod
     def decode_with(

@@ -36,6 +36,7 @@ class SpatiallySpeculative(Decoder):
     i: int | None = None
     r: int | None = None
     k_h: int = 5
+    horizontal_rounds: int = 1
     accept: str = "reject"
     final_commit: bool = True
     operating_point: Mapping[str, int] = field(default_factory=lambda: {"v": 1, "b": 2, "i": 0})
@@ -50,8 +51,8 @@ class SpatiallySpeculative(Decoder):
             raise ValueError(
                 f"decoder.r={self.r} is decoder.b at decoder.v=1: give either r, or v, b and i"
             )
-        if self.r is not None and self.r < 0:
-            raise ValueError(f"decoder.r must be at least 0, not {self.r}")
+        if self.r is not None and (not isinstance(self.r, int) or self.r < 0):
+            raise ValueError(f"decoder.r must be a whole number of at least 0, not {self.r}")
         self.schedule(TokenGrid(2, 2))
 
     @property
@@ -68,7 +69,8 @@ class SpatiallySpeculative(Decoder):
     def settings(self) -> dict[str, Any]:
         """Return the budget in force, however it was given, and the other hyper-parameters."""
         given = super().settings()
-        return {k: given[k] for k in ("k_h", "accept", "final_commit")} | self.budget
+        del given["r"], given["operating_point"]
+        return given | self.budget
 
     def schedule(self, grid: TokenGrid) -> SpatialSchedule:
         """Return the schedule on a grid."""
@@ -80,15 +82,17 @@ class SpatiallySpeculative(Decoder):
             b=budget["b"],
             i=budget["i"],
             k_h=self.k_h,
+            horizontal_rounds=self.horizontal_rounds,
             final_commit=self.final_commit,
         )
 
-    def check(self, backbone: Backbone, heads: DraftHeads | None) -> None:
-        """Raise ValueError if the schedule needs heads that were not trained."""
-        if heads is not None:
-            cycle = max(1, min(self.k_h, backbone.grid.cols - 1))
-            depth = max(1, min(self.budget["v"], backbone.grid.rows - 1))
-            heads.require(horizontal=cycle, vertical=depth)
+    def reach(self, grid: TokenGrid) -> dict[str, int]:
+        """Return the largest offsets that the schedule drafts on this grid."""
+        schedule = self.schedule(grid)
+        return {
+            "horizontal": max(map(len, schedule.cycles()), default=0),
+            "vertical": max(map(len, schedule.blocks()), default=0),
+        }
 
     @torch.inference_mode()
     def decode_with(
@@ -110,7 +114,7 @@ class SpatiallySpeculative(Decoder):
             q = work.draft("horizontal", range(cycle.start - 1, cycle.start), len(cycle))
             for n in range(1, schedule.horizontal_rounds + 1):
                 q = work.verify(cycle, q, stage="horizontal", number=n)
-            work.commit(cycle, needed=True)
+            work.commit(cycle, needed=schedule.final_commit or cycle.stop < backbone.grid.size)
         for block in schedule.blocks():
             self._decode_block(work, schedule, backbone.grid, block)
         return work.state.finish()

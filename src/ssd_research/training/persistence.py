@@ -27,6 +27,27 @@ class AtomicCheckpoints(TorchCheckpointIO):
         part.replace(path)
 
 
+def step_of(checkpoint: Path | None) -> int:
+    """Return the optimizer step of `checkpoint`, without reading its tensors; 0 for None."""
+    if checkpoint is None:
+        return 0
+    # Only our own checkpoints come here, and the tiny backbone's hold a schedule object.
+    loaded = torch.load(checkpoint, mmap=True, map_location="meta", weights_only=False)
+    return loaded["global_step"]
+
+
+def fit(trainer: L.Trainer, *data: Any, **options: Any) -> None:
+    """Call `trainer.fit`, but let an interrupt stay one: Lightning would exit with status 1."""
+    try:
+        trainer.fit(*data, **options)
+    except SystemExit as stopped:
+        if trainer.interrupted:
+            raise KeyboardInterrupt from stopped
+        raise
+    if trainer.interrupted:
+        raise KeyboardInterrupt
+
+
 class LastCheckpoint(Checkpoint):
     """last.ckpt, every `every` optimizer steps and after each epoch's validation.
 
@@ -103,6 +124,7 @@ class MetricsFile(Logger):
     def save(self) -> None:
         """Write all rows."""
         columns = dict.fromkeys(key for row in self.rows.values() for key in row)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_name(f"{self.path.name}.part")
         with part.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(columns), restval="")

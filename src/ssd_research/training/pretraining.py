@@ -42,7 +42,9 @@ class Curriculum:
 
     def shares(self, progress: float) -> tuple[float, float]:
         """Return the shares (named, flat) at `progress` in [0, 1]."""
-        t = min(max((progress - self.easy) / max(self.full - self.easy, 1e-9), 0.0), 1.0)
+        if progress >= self.full:
+            return self.named, self.flat
+        t = max((progress - self.easy) / (self.full - self.easy), 0.0)
         return 1 + t * (self.named - 1), 1 + t * (self.flat - 1)
 
 
@@ -149,8 +151,10 @@ class VQTraining(L.LightningModule):
         self.sums.mul_(self.ema).index_add_(0, codes, flat, alpha=1 - self.ema)
         dead = self.usage < 0.3
         if self.global_step < 0.7 * self.steps and self.global_step % 10 == 0 and bool(dead.any()):
-            pick = torch.randint(len(flat), (int(dead.sum()),), device=flat.device)
-            self.sums[dead] = flat[pick]
+            # Keyed by the step, so that a resumed run revives the same codes.
+            key = torch.Generator().manual_seed(self.global_step)
+            pick = torch.randint(len(flat), (int(dead.sum()),), generator=key)
+            self.sums[dead] = flat[pick.to(flat.device)]
             self.usage[dead] = 1.0
         self.vq.quantize.embedding.weight.copy_(F.normalize(self.sums, dim=-1))
 
@@ -269,14 +273,3 @@ class LanguageTraining(L.LightningModule):
         ]
         factor = partial(linear_warmup_hold_decay, steps=self.steps, warmup=100, decay=self.decay)
         return optimizers, [torch.optim.lr_scheduler.LambdaLR(o, factor) for o in optimizers]
-
-
-class SkipSeen(L.Callback):
-    """Starts the scenes of a resumed run where its checkpoint left them."""
-
-    def __init__(self, optimizers: int) -> None:
-        self.optimizers = optimizers
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Tell the data how many batches were consumed; each counts once per optimizer."""
-        trainer.train_dataloader.dataset.first_step = trainer.global_step // self.optimizers
