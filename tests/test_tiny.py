@@ -36,7 +36,7 @@ def folder():
 
 
 def load(folder, dtype=torch.float32):
-    return JanusBackbone.load(str(folder), name="tiny", guidance=3.0, dtype=dtype)
+    return JanusBackbone.load(str(folder), name="tiny", guidance=2.0, dtype=dtype)
 
 
 @pytest.fixture(scope="module")
