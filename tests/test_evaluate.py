@@ -189,7 +189,7 @@ def test_extra_files_odd_sizes_and_unreadable_images(images):
 
 def test_which_folder_is_evaluated(images, tmp_path):
     with pytest.raises(ValueError, match=r"evaluate\.images is null"):
-        evaluate.image_root(None)
+        evaluate.run(configure(images, "evaluate.images=null"))
     run = tmp_path / "run"
     run.mkdir()
     images.rename(run / "images")

@@ -69,7 +69,17 @@ def test_make_help_lists_every_target():
     command = ["make", "--no-print-directory", "help"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     listed = set(re.findall(r"^  make (\S+)", shown, re.MULTILINE))
-    assert listed == {"help", "demo", "test", "test-all", "lint", "types", "format", "clean"}
+    assert listed == {
+        "help",
+        "demo",
+        "results",
+        "test",
+        "test-all",
+        "lint",
+        "types",
+        "format",
+        "clean",
+    }
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

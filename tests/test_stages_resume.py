@@ -65,7 +65,7 @@ def stop_after(monkeypatch):
 
 
 def load(checkpoint: str) -> JanusBackbone:
-    return JanusBackbone.load(checkpoint, name="tiny", guidance=3.0, dtype=torch.float64)
+    return JanusBackbone.load(checkpoint, name="tiny", guidance=2.0, dtype=torch.float64)
 
 
 def shard_bytes(folder: Path) -> dict[str, bytes]:

@@ -96,8 +96,10 @@ def run(cfg: DictConfig) -> Path:
     }
     stage = open_run(cfg, "benchmark", identity)
     if not stage.done:
-        rows = measure_all(bench, prompts, cfg.benchmark, record=stage.folder / "results.jsonl")
-        text = table(rows, device=device, dtype=identity["dtype"])
+        rows = measure_all(bench, prompts, cfg.benchmark, device=device)
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        write_atomic(stage.folder / "results.jsonl", lines)
+        text = table(rows, device=device, dtype=str(identity["dtype"]))
         write_atomic(stage.folder / "benchmark.md", text)
         stage.finish({"results": rows})
     text = (stage.folder / "benchmark.md").read_text(encoding="utf-8")
@@ -108,15 +110,14 @@ def run(cfg: DictConfig) -> Path:
 
 
 def measure_all(
-    bench: Bench, prompts: Sequence[Prompt], options: DictConfig, *, record: Path
+    bench: Bench, prompts: Sequence[Prompt], options: DictConfig, *, device: str
 ) -> list[dict[str, Any]]:
-    """Return the rows of every batch size, and write them to `record` as JSON lines."""
+    """Return the rows of every batch size."""
     rows: list[dict[str, Any]] = []
     for batch_size in options.batch_sizes:
         batch = [prompts[n % len(prompts)] for n in range(batch_size)]
         rows += measure(bench, batch, rounds=options.rounds, repeats=options.repeats)
-        write_atomic(record, "".join(json.dumps(row) + "\n" for row in rows))
-    return rows
+    return [{"device": device, **row} for row in rows]
 
 
 def check(benchmark: DictConfig) -> None:

@@ -80,15 +80,14 @@ def _new_model(
 
 def _batches(
     cfg: DictConfig, *, steps: int, batch_size: int, seed: int, **curriculum: float
-) -> DataLoader:
-    scenes = SceneBatches(
+) -> SceneBatches:
+    return SceneBatches(
         curriculum=Curriculum(dict(cfg.model.pretrain.kinds), **curriculum),
         batch_size=batch_size,
         steps=steps,
         canvas=cfg.model.pretrain.size.image_size,
         seed=seed,
     )
-    return DataLoader(scenes, batch_size=None)
 
 
 def _fit(
@@ -98,7 +97,7 @@ def _fit(
     *,
     phase: str,
     steps: int,
-    train: DataLoader,
+    train: SceneBatches,
 ) -> dict[str, float]:
     """Train `module` for `steps` batches, resuming where an earlier command stopped."""
     folder = run.folder / phase
@@ -110,7 +109,7 @@ def _fit(
     every = cfg.model.pretrain.checkpoint_every * optimizers
     first_step = step_of(resume) // optimizers
     # Lightning draws a batch before any hook runs, so the data must know where to go on by now.
-    train.dataset.first_step = first_step
+    train.first_step = first_step
     metrics = MetricsFile(folder / "metrics.csv", first_step=first_step)
     trainer = L.Trainer(
         max_steps=steps * optimizers,
@@ -127,8 +126,11 @@ def _fit(
         enable_model_summary=False,
     )
     held_out = _batches(cfg, steps=2, batch_size=64, seed=cfg.seed + 10**6, easy=0.0, full=0.0)
-    fit(trainer, module, train, held_out, ckpt_path=resume)
-    trainer.validate(module, held_out, verbose=False)
+    loaders = [
+        DataLoader(scenes, batch_size=None, collate_fn=tuple) for scenes in (train, held_out)
+    ]
+    fit(trainer, module, *loaders, ckpt_path=resume)
+    trainer.validate(module, loaders[1], verbose=False)
     return {k: float(v) for k, v in trainer.callback_metrics.items() if "val" in k}
 
 
