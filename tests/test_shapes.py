@@ -137,7 +137,7 @@ def test_parser_reads_the_shipped_models_reconstructions():
         pytest.skip("checkpoints/tiny is not there; python -m ssd_research.pretrain makes it")
     scenes = [draw(kind, seed)[1] for kind in KINDS for seed in range(60)]
     pictures = np.stack([render(s) for s in scenes])
-    vq = JanusForConditionalGeneration.from_pretrained(checkpoint).model.vqmodel.eval()
+    vq = JanusForConditionalGeneration.from_pretrained(checkpoint).float().model.vqmodel.eval()
     made = []
     with torch.no_grad():
         for batch in (torch.from_numpy(pictures).permute(0, 3, 1, 2) / 127.5 - 1).split(60):
