@@ -3,19 +3,27 @@
 Nothing is measured here: numbers come from `generate` and `evaluate` runs, found by their ids.
 """
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table as RichTable
 
 from ssd_research.reporting.cells import find_cells, groups
 from ssd_research.reporting.page import Section, section, to_html, to_latex, to_markdown
 from ssd_research.reporting.readme import publish
-from ssd_research.reporting.tables import csv_text, markdown
+from ssd_research.reporting.tables import Column, csv_text, filled, markdown
 from ssd_research.runs import open_run, stage_main, write_atomic
 
-log = logging.getLogger(__name__)
+BRIEF = (
+    Column("decoder", "Decoder"),
+    Column("steps", "Steps"),
+    Column("step_acceleration", "Step acceleration", suffix="×"),
+    Column("speedup", "Latency speedup", suffix="×"),
+    Column("geneval", "GenEval", digits=3),
+    Column("nll", "NLL", digits=3),
+)
 
 
 def run(cfg: DictConfig) -> Path:
@@ -40,8 +48,23 @@ def run(cfg: DictConfig) -> Path:
         write_atomic(stage.folder / name, text)
     if cfg.report.readme:
         write_readme(sections, name=f"{cfg.model.name}_{cfg.name}")
-    log.info("open %s", (stage.folder / "report.html").resolve())
-    return stage.finish({"cells": len(cells)})
+    stage.finish({"cells": len(cells)})
+    say(sections, (stage.folder / "report.html").resolve())
+    return stage.folder
+
+
+def say(sections: Sequence[Section], page: Path) -> None:
+    """Print the columns that matter most of every section, and where the page is."""
+    console = Console()
+    for one in sections:
+        columns = filled(BRIEF, one.rows)
+        table = RichTable(title=one.title, title_justify="left")
+        for n, column in enumerate(columns):
+            table.add_column(column.title, justify="right" if n else "left")
+        for row in one.rows:
+            table.add_row(*(column.text({**row, f"{column.key}_ci": None}) for column in columns))
+        console.print(table)
+    console.print(f"open {page}", soft_wrap=True, highlight=False)
 
 
 def pages(sections: Sequence[Section]) -> dict[str, str]:
