@@ -19,7 +19,10 @@ CASES = {
     "empty prompts": (["generate", "prompts=EMPTY"], "empty.txt"),
     "malformed prompts": (["generate", "prompts=BROKEN"], "line 2"),
     "unwritable": ([*GENERATE, "output_dir=/proc/nope"], "output_dir=/proc/nope cannot be written"),
-    "other heads": ([*GENERATE, "model.backbone.path=RANDOM"], "trained for backbone tiny"),
+    "other heads": (
+        [*GENERATE, "model.backbone.path=RANDOM"],
+        "width 192 (backbone tiny), but tiny has width 32",
+    ),
     "not a checkpoint": ([*GENERATE, "model.backbone.path=conf"], "no config.json"),
     "no data": (["train", "model=tiny", "name=nothing"], "no finished distill run"),
     "no images": (["evaluate", "model=tiny", "name=nothing"], "no finished generate run"),
