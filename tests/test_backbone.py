@@ -111,6 +111,13 @@ def test_hidden_slots_are_not_seen(random_backbone):
     torch.testing.assert_close(seen[0], seen[1], atol=1e-12, rtol=0)
 
 
+def test_hidden_slots_with_a_range_are_refused(random_backbone):
+    state = random_backbone.start(PROMPTS[:1], sampling=random_backbone.defaults)
+    hidden = torch.zeros(2, state.kv.capacity, dtype=torch.bool)
+    with pytest.raises(ValueError, match="hidden slots need a tensor"):
+        state.forward(random_codes(random_backbone, 1)[:, :2], range(2), phase="x", hidden=hidden)
+
+
 def test_end_of_row_tokens_are_folded_in(random_backbone):
     """A grid with end-of-row tokens puts them after each row's last code, in the same pass."""
 

@@ -113,7 +113,10 @@ class DecodingState:
 
         A range serves all images alike. A tensor gives every image its own positions (grids without
         end-of-row tokens only); `hidden` then marks slots nobody may see. One call is one NFE.
+        Raises ValueError for `hidden` with a range, where nothing could be hidden.
         """
+        if hidden is not None and isinstance(positions, range):
+            raise ValueError("hidden slots need a tensor of positions, not a range")
         with self.timed(phase):
             if isinstance(positions, range):
                 self._forward_range(codes, positions)
