@@ -57,25 +57,11 @@ def run(cfg: DictConfig) -> Path:
         return run.folder
     L.seed_everything(cfg.seed)
     tokenizer = tiny_tokenizer(vocabulary())
-    model = _new_model(cfg, tokenizer)
+    model = JanusForConditionalGeneration(tiny_config(tokenizer, **cfg.model.pretrain.size))
     figures = _train_vq(cfg, run, model)
     figures |= _train_language_model(cfg, run, model, tokenizer)
     _save(cfg, run, model, tokenizer, figures)
     return run.finish({"validation": figures})
-
-
-def _new_model(
-    cfg: DictConfig, tokenizer: PreTrainedTokenizerFast
-) -> JanusForConditionalGeneration:
-    config = tiny_config(
-        **cfg.model.pretrain.size,
-        vocabulary_size=len(tokenizer),
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        image_token_id=tokenizer.convert_tokens_to_ids(tokenizer.image_token),
-    )
-    return JanusForConditionalGeneration(config)
 
 
 def _batches(

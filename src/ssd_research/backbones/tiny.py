@@ -44,17 +44,13 @@ def tiny_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
 
 
 def tiny_config(
+    tokenizer: PreTrainedTokenizerFast,
     *,
     image_size: int,
     hidden_size: int,
     layers: int,
     heads: int,
     codebook_size: int,
-    vocabulary_size: int,
-    bos_token_id: int,
-    eos_token_id: int,
-    pad_token_id: int,
-    image_token_id: int,
 ) -> JanusConfig:
     """Return a Janus configuration for `image_size` pixels and a VQ down-sampling of 4.
 
@@ -62,7 +58,7 @@ def tiny_config(
     """
     grid = image_size // 4
     text = LlamaConfig(
-        vocab_size=vocabulary_size,
+        vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=32 * round(hidden_size * 8 / 3 / 32),
         num_hidden_layers=layers,
@@ -70,9 +66,9 @@ def tiny_config(
         num_key_value_heads=heads,
         max_position_embeddings=64 + grid * grid,
         rms_norm_eps=1e-6,
-        bos_token_id=bos_token_id,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=False,
     )
     vision = JanusVisionConfig(
@@ -101,7 +97,7 @@ def tiny_config(
         text_config=text,
         vision_config=vision,
         vq_config=vq,
-        image_token_id=image_token_id,
+        image_token_id=tokenizer.convert_tokens_to_ids(tokenizer.image_token),
         tie_word_embeddings=False,
     )
 
@@ -116,16 +112,12 @@ def random_model(
     """
     tokenizer = tiny_tokenizer(vocabulary())
     config = tiny_config(
+        tokenizer,
         image_size=4 * grid,
         hidden_size=hidden_size,
         layers=layers,
         heads=2,
         codebook_size=codebook_size,
-        vocabulary_size=len(tokenizer),
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        image_token_id=tokenizer.convert_tokens_to_ids(tokenizer.image_token),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
