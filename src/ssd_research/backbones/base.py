@@ -204,6 +204,17 @@ class Backbone(ABC):
         """Return the input embeddings of codes."""
         return F.embedding(codes, self.code_embeddings)
 
+    def check_prompts(self, prompts: Sequence[str]) -> None:
+        """Raise ValueError naming a prompt that is too long for the model's positions."""
+        most = self.decoder.config.max_position_embeddings - self.grid.slots
+        for text in prompts:
+            length = len(self.prompt_ids(text))
+            if length > most:
+                raise ValueError(
+                    f"prompt {text[:40]!r}... has {length} tokens; {self.name} takes at most {most} "
+                    "before an image"
+                )
+
     # adapter
     code_embeddings: Float[Tensor, "K D"]
     code_embedders: tuple[nn.Module, ...]
@@ -221,10 +232,6 @@ class Backbone(ABC):
     @abstractmethod
     def unconditional_ids(self, ids: list[int]) -> list[int]:
         """Return the unconditional prompt that goes with the prompt `ids`."""
-
-    @abstractmethod
-    def check_prompts(self, prompts: Sequence[str]) -> None:
-        """Raise ValueError naming what the tokenizer cannot express."""
 
     @abstractmethod
     def decode_pixels(self, codes: Int[Tensor, "B N"]) -> Float[Tensor, "B h w 3"]:

@@ -5,23 +5,16 @@ unconditional prompt is as long as the prompt: all but its first and last token 
 and these are attended to, as in the official repository.
 """
 
-import re
 from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import (
-    AutoTokenizer,
-    JanusForConditionalGeneration,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import JanusConfig, JanusForConditionalGeneration, PreTrainedTokenizerBase
 
 from ssd_research.backbones.base import Backbone
+from ssd_research.backbones.checkpoint import Checkpoint
 from ssd_research.grid import TokenGrid
-from ssd_research.paths import resolve_path
 from ssd_research.sampling import Sampling
 
 TEMPLATE = "<|User|>: {}\n\n<|Assistant|>:"
@@ -36,22 +29,6 @@ def conditional_ids(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[
 def unconditional_ids(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
     """Return `ids` with every token but the first and the last replaced by pad."""
     return [ids[0], *[tokenizer.pad_token_id] * (len(ids) - 2), ids[-1]]
-
-
-def locate(path: str) -> str:
-    """Return the folder of a local checkpoint, or `path` itself if it is a hub repository's name.
-
-    Raises FileNotFoundError where a local path is missing or holds no config.json.
-    """
-    try:
-        folder = resolve_path(path)
-    except FileNotFoundError:
-        if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not path.startswith("checkpoints/"):
-            return path
-        raise FileNotFoundError(f"model.backbone.path={path} does not exist") from None
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"model.backbone.path={path}: {folder} holds no config.json")
-    return str(folder)
 
 
 class JanusBackbone(Backbone):
@@ -98,32 +75,16 @@ class JanusBackbone(Backbone):
         Raises FileNotFoundError where neither exists, ValueError for a model of another family or
         a checkpoint that does not hold every weight.
         """
-        place = locate(path)
-        try:
-            family = PreTrainedConfig.get_config_dict(place)[0].get("model_type")
-            if family != "janus":
-                raise ValueError(
-                    f"model.backbone.path={path} holds a {family} model, not a janus one in "
-                    "Hugging Face layout (such as deepseek-community/Janus-Pro-7B)"
-                )
-            model, report = JanusForConditionalGeneration.from_pretrained(
-                place, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
-            )
-            tokenizer = AutoTokenizer.from_pretrained(place)
-        except SafetensorError as error:
-            raise ValueError(f"model.backbone.path={path}: broken weights: {error}") from error
-        except OSError as error:
-            first = str(error).strip().splitlines()[0]
-            raise FileNotFoundError(
-                f"model.backbone.path={path} cannot be loaded: {first}"
-            ) from error
-        lacking = sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])])
-        if lacking:
-            raise ValueError(
-                f"model.backbone.path={path} lacks {len(lacking)} weights, the first {lacking[0]}"
-            )
+        checkpoint = Checkpoint.find(path, model=name)
+        checkpoint.require_family("janus", published="deepseek-community/Janus-Pro-7B")
+        config = JanusConfig.from_pretrained(checkpoint.folder)
+        # Generation never looks at an image: the tower's layers stay on the disk.
+        config.vision_config.num_hidden_layers = 0
+        model = checkpoint.load(
+            JanusForConditionalGeneration, config=config, device=device, dtype=dtype
+        )
         defaults = Sampling(guidance, temperature, top_k)
-        return cls(model.to(device), tokenizer, name=name, defaults=defaults)
+        return cls(model, checkpoint.tokenizer(), name=name, defaults=defaults)
 
     def prompt_ids(self, text: str) -> list[int]:
         """Return bos, the official template around `text`, begin of image."""
@@ -134,7 +95,8 @@ class JanusBackbone(Backbone):
         return unconditional_ids(self.tokenizer, ids)
 
     def check_prompts(self, prompts: Sequence[str]) -> None:
-        """Raise ValueError for words outside a word-level vocabulary (Janus-Pro has none)."""
+        """Raise ValueError for words outside a word-level vocabulary, which tiny has, or length."""
+        super().check_prompts(prompts)
         unknown = self.tokenizer.unk_token_id
         if unknown is None:
             return
