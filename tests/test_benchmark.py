@@ -20,7 +20,9 @@ PROMPTS = [Prompt("a", "a red circle"), Prompt("b", "two blue squares")]
 
 def generation(seconds: float, *, nfe: int = 4, batch: int = 2, rounds=()) -> Generation:
     codes = torch.zeros(batch, 9, dtype=torch.long)
-    return Generation(codes, nfe, 9, {"prefill": 0.25, "total": seconds}, list(rounds), 0)
+    return Generation(
+        codes, [nfe] * batch, [9] * batch, {"prefill": 0.25, "total": seconds}, list(rounds), 0
+    )
 
 
 def configured(folder: Path, *overrides: str):
@@ -30,9 +32,9 @@ def configured(folder: Path, *overrides: str):
 
 def test_summary_takes_the_median_and_every_round_of_the_later_rows() -> None:
     rounds = [
-        {"stage": "horizontal", "round": 1, "drafted": 2, "accepted": [0, 0]},
-        {"stage": "base", "round": 1, "drafted": 10, "accepted": [5, 3]},
-        {"stage": "incremental", "round": 2, "drafted": 10, "accepted": [9, 7]},
+        {"stage": "horizontal", "round": 1, "drafted": [2, 2], "accepted": [0, 0]},
+        {"stage": "base", "round": 1, "drafted": [10, 10], "accepted": [5, 3]},
+        {"stage": "incremental", "round": 2, "drafted": [10, 10], "accepted": [9, 7]},
     ]
     row = benchmark.summary([generation(s, rounds=rounds) for s in (9.0, 1.0, 2.0)])
     assert row["seconds_per_image"] == 1.0  # median 2 s for a batch of two
@@ -47,7 +49,7 @@ def test_ratios_are_of_steps_and_of_seconds() -> None:
     assert (row["step_acceleration"], row["speedup"]) == (4.0, 1.5)
 
 
-def test_sides_are_interleaved_after_a_warm_up() -> None:
+def test_sides_are_interleaved_after_a_warm_up(random_backbone, random_heads) -> None:
     calls = []
 
     class Recorder(benchmark.Bench):
@@ -55,7 +57,7 @@ def test_sides_are_interleaved_after_a_warm_up() -> None:
             calls.append(getattr(decoder, "r", None))
             return generation(1.0)
 
-    bench = object.__new__(Recorder)
+    bench = Recorder(random_backbone, random_heads, Sampling(3.0), seed=0)
     rows = benchmark.measure(bench, PROMPTS, rounds=[0, 1], repeats=2)
     assert calls == [None, 0, 1] * 3
     assert [row["decoder"] for row in rows] == ["AR", "SSD r=0", "SSD r=1"]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig
 
 from ssd_research import runs
+from ssd_research.command import out_of_memory
 from ssd_research.paths import conf_dir
 from ssd_research.sampling import Sampling
 
@@ -243,3 +244,38 @@ def test_one_bad_cell_does_not_stop_a_sweep(command, tmp_path):
     assert code == 2
     assert err.count("error: seed 1 is bad") == 1
     assert len(list(tmp_path.glob("outputs/fake/tiny/default/*/DONE"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("stage", "overrides", "line"),
+    [
+        ("generate", ["batch_size=32"], "out of GPU memory with batch_size=32; lower batch_size"),
+        (
+            "train",
+            ["train.batch_size=64"],
+            "out of GPU memory with train.batch_size=64; lower train.batch_size",
+        ),
+        (
+            "benchmark",
+            ["benchmark.batch_sizes=[1,8]"],
+            "out of GPU memory with benchmark.batch_sizes=[1, 8]; lower benchmark.batch_sizes",
+        ),
+        (
+            "generate",
+            ["batch_size=1"],
+            "out of GPU memory with batch_size=1; one image at a time does not fit: "
+            "try runtime.dtype=bfloat16, or another device",
+        ),
+    ],
+)
+def test_out_of_memory_names_the_batch_and_its_option(tmp_path, stage, overrides, line):
+    cfg = configure(tmp_path, *overrides)
+    assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory"), stage, cfg) == line
+
+
+def test_only_a_failed_allocation_is_out_of_memory(tmp_path):
+    cfg = configure(tmp_path, "batch_size=2")
+    allocator = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you ...")
+    found = out_of_memory(allocator, "generate", cfg)
+    assert found == "out of memory with batch_size=2; lower batch_size"
+    assert out_of_memory(RuntimeError("shapes do not match"), "generate", cfg) is None

@@ -93,7 +93,12 @@ def reference(backbone, heads, *, budget, accept, sampling):
                 correct(row(y + d), "incremental", n, key=b + n)
         y += m
     return codes, [
-        {"stage": stage, "round": n, "drafted": drafted, "accepted": accepted.tolist()}
+        {
+            "stage": stage,
+            "round": n,
+            "drafted": [drafted] * len(PROMPTS),
+            "accepted": accepted.tolist(),
+        }
         for (stage, n), (drafted, accepted) in rounds.items()
     ]
 
@@ -160,7 +165,8 @@ def test_ssd_on_a_grid_with_end_of_row_tokens(budget):
     v, b, i = budget
     blocks = [2, 2] if v == 2 else [3, 1]
     row_passes = sum(m * (b + 1) + (m - 1) * i for m in blocks)
-    assert made.tokens == 2 * (7 - 1) + row_passes * (7 + 1)  # row + newline, paper Table 12
+    tokens = 2 * (7 - 1) + row_passes * (7 + 1)  # row + newline, paper Table 12
+    assert made.tokens == [tokens] * len(PROMPTS)
 
 
 VERIFY, COMMIT, PREDICT = spatial._Work.verify, spatial._Work.commit, DraftHeads.predict

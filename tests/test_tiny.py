@@ -92,7 +92,7 @@ def test_steps_of_an_image(tiny, heads, r, nfe):
     made = SpatiallySpeculative(r=r).decode(
         tiny, PROMPTS[:1], sampling=tiny.defaults, seed=0, sample_keys=KEYS[:1], heads=heads
     )
-    assert made.nfe == nfe
+    assert set(made.nfe) == {nfe}
     assert tiny.decode_images(made.codes).shape == (1, 48, 48, 3)
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from ssd_research.backbones.base import Backbone
 from ssd_research.backbones.state import Generation
-from ssd_research.decoders.autoregressive import Autoregressive
+from ssd_research.decoders.autoregressive import END_OF_ROW, Autoregressive
 from ssd_research.decoders.base import Decoder
 from ssd_research.decoders.noise import sample_key
 from ssd_research.decoders.spatial import SpatiallySpeculative
@@ -141,10 +141,14 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return one row per decoder for one batch: AR, then SSD at each number of rounds.
 
+    Where rows end with a token, AR comes with a forward for each, as in the paper, which is what
+    the ratios are to, and with that token folded into the forward of its row's last code.
     The repeats are interleaved (AR, r=0, r=1, ..., AR, r=0, ...), so that a slower minute of the
     machine slows all of them.
     """
     decoders: dict[str, Decoder] = {"AR": Autoregressive()}
+    if bench.backbone.grid.end_of_row:
+        decoders = {f"AR {way}": Autoregressive(end_of_row=way) for way in END_OF_ROW}
     decoders |= {f"SSD r={r}": SpatiallySpeculative(r=r) for r in rounds}
     for decoder in decoders.values():
         bench.decode(decoder, batch)
@@ -152,7 +156,7 @@ def measure(
     for _ in range(repeats):
         for name, decoder in decoders.items():
             runs[name].append(bench.decode(decoder, batch))
-    ar = summary(runs["AR"])
+    ar = summary(next(iter(runs.values())))
     return [{"decoder": name, **compared(summary(found), ar)} for name, found in runs.items()]
 
 
@@ -162,8 +166,8 @@ def summary(runs: Sequence[Generation]) -> dict[str, Any]:
     phases = sorted({phase for run in runs for phase in run.seconds} - {"total"})
     return {
         "batch_size": batch_size,
-        "steps": first.nfe,
-        "tokens": first.tokens,
+        "steps": statistics.mean(first.nfe),
+        "tokens": statistics.mean(first.tokens),
         "seconds_per_image": statistics.median(run.seconds["total"] for run in runs) / batch_size,
         "seconds_total": [run.seconds["total"] for run in runs],
         "seconds_per_phase": {
@@ -178,7 +182,7 @@ def summary(runs: Sequence[Generation]) -> dict[str, Any]:
 def acceptance_rate(run: Generation) -> float | None:
     """Return accepted / drafted tokens over the images and the rounds of all rows but the first."""
     rounds = [entry for entry in run.rounds if entry["stage"] != "horizontal"]
-    drafted = sum(entry["drafted"] * len(entry["accepted"]) for entry in rounds)
+    drafted = sum(sum(entry["drafted"]) for entry in rounds)
     return sum(sum(entry["accepted"]) for entry in rounds) / drafted if drafted else None
 
 

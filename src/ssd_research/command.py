@@ -18,6 +18,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ssd_research.paths import conf_dir
 
+BATCH_OPTIONS = {
+    "train": "train.batch_size",
+    "benchmark": "benchmark.batch_sizes",
+    "pretrain": "model.pretrain.lm.batch_size",
+}
 EXPECTED = (ValueError, FileNotFoundError, PermissionError, NotADirectoryError)
 
 
@@ -33,11 +38,23 @@ def explain(error: BaseException, config_name: str) -> str | None:
         return _composition(error, config_name)
     if isinstance(error, InstantiationException) and isinstance(error.__cause__, EXPECTED):
         return one_line(error.__cause__)
-    if isinstance(error, torch.cuda.OutOfMemoryError):
-        return "out of GPU memory; lower batch_size"
     if isinstance(error, (HydraException, OmegaConfBaseException, *EXPECTED)):
         return one_line(error)
     return None
+
+
+def out_of_memory(error: BaseException, stage: str, cfg: DictConfig) -> str | None:
+    """Return one line that names the stage's batch and its option, or None for another error."""
+    on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    if not (isinstance(error, torch.OutOfMemoryError) or on_cpu):
+        return None
+    option = BATCH_OPTIONS.get(stage, "batch_size")
+    size = OmegaConf.select(cfg, option)
+    sizes = list(size) if OmegaConf.is_list(size) else [size]
+    advice = f"lower {option}"
+    if max(sizes) == 1:
+        advice = "one image at a time does not fit: try runtime.dtype=bfloat16, or another device"
+    return f"out of {'' if on_cpu else 'GPU '}memory with {option}={size}; {advice}"
 
 
 def one_line(error: BaseException) -> str:

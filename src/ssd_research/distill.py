@@ -57,7 +57,8 @@ class Teacher:
     def paint(self, batch: Sequence[Task]) -> list[dict[str, Any]]:
         """Decode one image per task and return their rows."""
         keys = [task.key for task in batch]
-        generation = Autoregressive().decode(
+        end_of_row = "folded" if self.backbone.grid.end_of_row else None
+        generation = Autoregressive(end_of_row=end_of_row).decode(
             self.backbone,
             [task.prompt.text for task in batch],
             sampling=self.sampling,

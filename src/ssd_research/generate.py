@@ -9,13 +9,14 @@ import io
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import hydra
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 from omegaconf import DictConfig
 from PIL import Image
 from rich.console import Console
@@ -23,6 +24,7 @@ from rich.table import Table
 
 from ssd_research.backbones.base import Backbone
 from ssd_research.decoders.base import Decoder
+from ssd_research.grid import TokenGrid
 from ssd_research.heads import DraftHeads
 from ssd_research.image_rows import image_path, merge, read_rows, rows_of, write_part
 from ssd_research.prompts import Prompt, select_prompts
@@ -64,6 +66,9 @@ class Painter:
             heads=self.heads,
         )
         pictures = self.backbone.decode_images(generation.codes)
+        if self.backbone.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.backbone.device)
+            generation = replace(generation, peak_memory_bytes=peak)
         for task, picture in zip(batch, pictures, strict=True):
             buffer = io.BytesIO()
             Image.fromarray(picture).save(buffer, format="PNG")
@@ -90,10 +95,8 @@ def run(cfg: DictConfig) -> Path:
         write_metadata(chosen.prompts, stage.folder)
         paint_missing(painter, tasks(chosen.prompts, images_per_prompt), stage.folder, batch_size)
         table = merge(stage.folder)
-        stage.finish(summary(table, painter.backbone.grid.size))
-    say(
-        cfg.decoder.name, summary(read_rows(stage.folder), painter.backbone.grid.size), stage.folder
-    )
+        stage.finish(summary(table, painter.backbone.grid))
+    say(cfg.decoder.name, summary(read_rows(stage.folder), painter.backbone.grid), stage.folder)
     return stage.folder
 
 
@@ -111,14 +114,14 @@ def load_painter(cfg: DictConfig) -> Painter:
 
 def identity(cfg: DictConfig, painter: Painter) -> dict[str, Any]:
     """Return everything but the prompts that can change an image."""
-    heads = None
+    decoder, heads = painter.decoder, None
     if painter.heads is not None:
         with (heads_folder(cfg) / "heads.safetensors").open("rb") as file:
             heads = hashlib.file_digest(file, "sha256").hexdigest()
     return {
         **numeric_identity(painter.backbone),
         "image_decoder": painter.backbone.image_decoder_fingerprint,
-        "decoder": {"method": type(painter.decoder).__name__, **painter.decoder.settings()},
+        "decoder": {"method": type(decoder).__name__, **decoder.settings(painter.backbone.grid)},
         "heads": heads,
         "sampling": asdict(painter.sampling),
         "seed": painter.seed,
@@ -147,20 +150,35 @@ def paint_missing(painter: Painter, todo: Sequence[Task], folder: Path, batch_si
             bar.update(len(batch))
 
 
-def summary(table: pa.Table, grid_size: int) -> dict[str, Any]:
-    """Return images, steps (NFE) per image, step acceleration over AR, and seconds per image."""
+def summary(table: pa.Table, grid: TokenGrid) -> dict[str, Any]:
+    """Return images, steps (NFE) per image, step acceleration over AR, and seconds per image.
+
+    AR takes one step per token; where rows end with a token of their own, the acceleration over
+    AR with that token folded into its row's last step (one step per code) is named beside it.
+    """
     steps = pc.mean(table["nfe"]).as_py()
     seconds = pc.sum(pc.divide(table["seconds_total"], table["batch_size"])).as_py()
     drafted = pc.sum(table["drafted"]).as_py()
+    peak = pc.max(table["peak_memory_bytes"]).as_py()
+    memory = {"peak_memory_gb": round(peak / 1e9, 2)} if peak else {}
+    folded = {}
+    if grid.end_of_row:
+        folded = {
+            "ar_steps_folded": grid.size,
+            "step_acceleration_folded": round(grid.size / steps, 3),
+        }
     return {
         "images": len(table),
         "steps": round(steps, 2),
-        "step_acceleration": round(grid_size / steps, 3),
+        "ar_steps": grid.slots,
+        "step_acceleration": round(grid.slots / steps, 3),
+        **folded,
         "acceptance_rate": round(pc.sum(table["accepted"]).as_py() / drafted, 4)
         if drafted
         else None,
         "seconds_per_image": round(seconds / len(table), 4),
         "batch_size": pc.max(table["batch_size"]).as_py(),
+        **memory,
     }
 
 

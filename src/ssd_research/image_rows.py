@@ -54,8 +54,6 @@ def rows_of(batch: Sequence[Task], generation: Generation, *, seed: int) -> list
     shared = {
         "seed": seed,
         "batch_size": len(batch),
-        "nfe": generation.nfe,
-        "tokens": generation.tokens,
         "peak_memory_bytes": generation.peak_memory_bytes,
         **{f"seconds_{phase}": generation.seconds.get(phase, 0.0) for phase in PHASES},
     }
@@ -63,6 +61,8 @@ def rows_of(batch: Sequence[Task], generation: Generation, *, seed: int) -> list
         {
             **shared,
             **_acceptance(generation, row),
+            "nfe": generation.nfe[row],
+            "tokens": generation.tokens[row],
             "prompt_index": task.prompt_index,
             "image_index": task.image_index,
             "prompt_id": task.prompt.id,
@@ -78,7 +78,7 @@ def rows_of(batch: Sequence[Task], generation: Generation, *, seed: int) -> list
 def _acceptance(generation: Generation, row: int) -> dict[str, Any]:
     """Return what one image of the batch drafted and accepted, in all, by stage and by round."""
     rounds = [
-        [entry["stage"], entry["round"], entry["drafted"], entry["accepted"][row]]
+        [entry["stage"], entry["round"], entry["drafted"][row], entry["accepted"][row]]
         for entry in generation.rounds
     ]
     facts: dict[str, Any] = {

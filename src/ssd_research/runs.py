@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ssd_research.backbones.base import Backbone
-from ssd_research.command import StageError, explain
+from ssd_research.command import StageError, explain, out_of_memory
 from ssd_research.heads import DraftHeads
 from ssd_research.paths import conf_dir, resolve_path
 from ssd_research.provenance import device_name, git_sha, versions
@@ -233,8 +233,11 @@ def stage_main(config_name: str, run: Callable[[DictConfig], Any]) -> None:
         try:
             run(cfg)
         except Exception as error:
-            message = None if full else explain(error, config_name)
-            if message is None:
+            stage = run.__module__.rpartition(".")[2]
+            if run.__module__ == "__main__":
+                stage = Path(sys.argv[0]).stem
+            message = out_of_memory(error, stage, cfg) or explain(error, config_name)
+            if message is None or full:
                 raise
             sys.stderr.write(f"error: {message}\n")
             if HydraConfig.get().mode == RunMode.RUN:

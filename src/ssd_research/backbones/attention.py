@@ -39,18 +39,27 @@ class RasterKV:
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
 
+    def move(self, source: Int[Tensor, "S L"], target: Int[Tensor, "S L"]) -> None:
+        """Copy keys and values from some slots to others, all layers at once."""
+        rows = torch.arange(len(source), device=source.device)[:, None]
+        for buffer in (*self.keys, *self.values):
+            buffer[rows, :, target] = buffer[rows, :, source]
+
 
 @dataclass(frozen=True)
 class RasterPass:
     """Where one forward writes and what it sees.
 
-    `slots` [S, L] are the tokens' slots. `shared` is their range when every stream uses the same
-    one (the fast path: slices instead of scatters). `mask` [S or 1, 1, L, T] is True where a query
-    may look; None means that every one of the `length` first slots is visible to every query.
+    `slots` [S, L] are the tokens' slots, `places` the positions that the model takes them to have
+    (their slots, unless a decoder tries several tokens for one position). `shared` is the slots'
+    range when every stream uses the same one (the fast path: slices instead of scatters). `mask`
+    [S or 1, 1, L, T] is True where a query may look; None means that every one of the `length`
+    first slots is visible to every query.
     """
 
     kv: RasterKV
     slots: Int[Tensor, "S L"]
+    places: Int[Tensor, "S L"]
     length: int
     shared: range | None
     mask: Bool[Tensor, "X 1 L T"] | None
@@ -62,20 +71,26 @@ class RasterPass:
         slots: Int[Tensor, "S L"],
         *,
         shared: range | None,
-        hidden: Bool[Tensor, "S T"] | None = None,
+        visible: Bool[Tensor, "S L T"] | None = None,
+        places: Int[Tensor, "S L"] | None = None,
     ) -> "RasterPass":
         """Work out the mask once per forward, for all layers.
 
-        `hidden` marks slots that no query may see (holes left by decoders that skip ahead).
+        Without `visible`, which says what each query may look at, it sees the slots up to its own.
+        The last slot of the buffers holds tokens that nothing may see.
         """
-        length = shared.stop if shared is not None else int(slots.max()) + 1
-        if shared is not None and len(shared) == 1 and hidden is None:
-            return cls(kv, slots, length, shared, None)
-        queries = slots[:1] if shared is not None and hidden is None else slots
+        places = slots if places is None else places
+        if visible is not None:
+            return cls(kv, slots, places, visible.shape[-1], shared, visible[:, None])
+        if shared is None:
+            length = int(slots.masked_fill(slots == kv.capacity - 1, 0).max()) + 1
+        else:
+            length = shared.stop
+            if len(shared) == 1:
+                return cls(kv, slots, places, length, shared, None)
+        queries = slots if shared is None else slots[:1]
         mask = torch.arange(length, device=slots.device) <= queries[:, None, :, None]
-        if hidden is not None:
-            mask = mask & ~hidden[:, None, None, :length]
-        return cls(kv, slots, length, shared, mask)
+        return cls(kv, slots, places, length, shared, mask)
 
     def write(
         self, layer: int, key: Float[Tensor, "S h L w"], value: Float[Tensor, "S h L w"]

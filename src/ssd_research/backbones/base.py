@@ -78,17 +78,22 @@ class Backbone(ABC):
         return fingerprint(self.image_decoder)
 
     @torch.inference_mode()
-    def start(self, prompts: Sequence[str], *, sampling: Sampling) -> DecodingState:
+    def start(
+        self, prompts: Sequence[str], *, sampling: Sampling, scratch: int = 0
+    ) -> DecodingState:
         """Prefill the prompts and return the state of B = len(prompts) images under way.
 
-        Guidance 1 needs no unconditional stream, so S = B there and S = 2B elsewhere.
+        Guidance 1 needs no unconditional stream, so S = B there and S = 2B elsewhere. `scratch` is
+        how many slots a decoder needs beside those of the image.
         Raises ValueError for a prompt that the tokenizer cannot express.
         """
         self.check_prompts(prompts)
         ids = [self.prompt_ids(text) for text in prompts]
         if sampling.guidance != 1:
             ids += [self.unconditional_ids(one) for one in ids]
-        return DecodingState.prefill(self, ids, batch=len(prompts), sampling=sampling)
+        return DecodingState.prefill(
+            self, ids, batch=len(prompts), sampling=sampling, scratch=scratch
+        )
 
     def new_cache(self, streams: int, capacity: int) -> RasterKV:
         """Allocate the KV buffers of `streams` sequences of at most `capacity` tokens."""
@@ -110,11 +115,11 @@ class Backbone(ABC):
         self, embeds: Float[Tensor, "S L D"], raster: RasterPass | None
     ) -> Float[Tensor, "S L D"]:
         """Run the transformer stack once and return its states before the final norm."""
-        slots = (
-            raster.slots if raster else torch.arange(embeds.shape[1], device=embeds.device)[None]
+        places = (
+            raster.places if raster else torch.arange(embeds.shape[1], device=embeds.device)[None]
         )
         self._pre_norm.clear()
-        self.decoder(inputs_embeds=embeds, position_ids=slots, use_cache=False, raster=raster)
+        self.decoder(inputs_embeds=embeds, position_ids=places, use_cache=False, raster=raster)
         return self._pre_norm.pop()
 
     def logits(self, h_pre: Float[Tensor, "S L D"], guidance: float) -> Float[Tensor, "B L K"]:
@@ -151,16 +156,19 @@ class Backbone(ABC):
                 for one, drop in zip(ids, unconditional.tolist(), strict=True)
             ]
         text, lengths = self.pad_right(ids)
-        image, predicts = self.image_tokens(codes.to(self.device), range(self.grid.size))
+        slots = torch.arange(self.grid.slots, device=self.device)
+        image = self.embed_tokens(codes.to(self.device)[:, self.grid.position(slots)], slots)
         width = text.shape[1] + image.shape[1]
         embeds = torch.zeros(
             len(ids), width, self.hidden_size, dtype=self.dtype, device=self.device
         )
         embeds[:, : text.shape[1]] = text
-        place = lengths[:, None] + torch.arange(image.shape[1], device=self.device)
+        place = lengths[:, None] + slots
         embeds.scatter_(1, place[..., None].expand_as(image), image)
         states = self.run(embeds, None)
-        source = lengths[:, None] + torch.cat([predicts.new_tensor([-1]), predicts[:-1]])
+        # What predicts a code is the output of the token before it, an end-of-row token included.
+        before = self.grid.slot(torch.arange(self.grid.size, device=self.device)) - 1
+        source = lengths[:, None] + before
         return states.gather(1, source[..., None].expand(-1, -1, self.hidden_size))
 
     def pad_right(
@@ -173,28 +181,23 @@ class Backbone(ABC):
             row[: len(one)] = torch.tensor(one)
         return self.decoder.get_input_embeddings()(padded), lengths
 
-    def image_tokens(
-        self, codes: Int[Tensor, "B L"], positions: range
-    ) -> tuple[Float[Tensor, "B T D"], Int[Tensor, " L"]]:
-        """Embed the codes at consecutive raster positions, each row's end-of-row token included.
-
-        Also returns, for each position, the index of the token whose output predicts the next one.
-        """
+    def embed_tokens(
+        self, codes: Int[Tensor, "B L"], slots: Int[Tensor, "*S L"]
+    ) -> Float[Tensor, "B L D"]:
+        """Embed the tokens of image `slots`: the codes, or at a row's end its forced token."""
         embedded = self.embed(codes)
-        index = torch.arange(len(positions), device=codes.device)
         if not self.grid.end_of_row:
-            return embedded, index
-        ends = torch.tensor([(p + 1) % self.grid.cols == 0 for p in positions], device=codes.device)
-        predicts = index + ends.cumsum(0)
-        tokens = self.end_of_row_embedding().expand(
-            len(codes), len(positions) + int(ends.sum()), -1
-        )
-        return tokens.index_copy(1, predicts - ends.long(), embedded), predicts
+            return embedded
+        ends = self.grid.ends_row(slots)[..., None]
+        return torch.where(ends, self.end_of_row_embedding(), embedded)
 
-    def decode_images(
-        self, codes: Int[Tensor, "B N"], *, chunk: int = 16
-    ) -> UInt8[np.ndarray, "B h w 3"]:
-        """Turn codes into 8-bit RGB images, `chunk` at a time."""
+    def decode_images(self, codes: Int[Tensor, "B N"]) -> UInt8[np.ndarray, "B h w 3"]:
+        """Turn codes into 8-bit RGB images, at most a megapixel at a time.
+
+        The cache of the decoding that made the codes is gone by then: nothing refers to it.
+        """
+        height, width = self.image_size
+        chunk = max(1, 2**20 // (height * width))
         with torch.inference_mode():
             parts = [self.decode_pixels(part.to(self.device)) for part in codes.split(chunk)]
         scaled = (torch.cat(parts).float().clamp(-1, 1) + 1) * 127.5
@@ -211,8 +214,8 @@ class Backbone(ABC):
             length = len(self.prompt_ids(text))
             if length > most:
                 raise ValueError(
-                    f"prompt {text[:40]!r}... has {length} tokens; {self.name} takes at most {most} "
-                    "before an image"
+                    f"prompt {text[:40]!r}... has {length} tokens; "
+                    f"{self.name} takes at most {most} before an image"
                 )
 
     # adapter

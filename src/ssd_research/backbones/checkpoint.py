@@ -71,7 +71,7 @@ class Checkpoint:
             raise ValueError(f"{self.option}: config.json is broken: {error}") from error
 
     def require_family(self, family: str, *, published: str) -> None:
-        """Raise ValueError unless config.json says `family`; `published` names a good checkpoint."""
+        """Raise ValueError unless config.json says `family`, as that of `published` does."""
         found = self.config.get("model_type")
         if found != family:
             raise ValueError(
@@ -88,7 +88,9 @@ class Checkpoint:
         """
         index = self.folder / "model.safetensors.index.json"
         if index.is_file():
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
         else:
             names = sorted(file.name for file in self.folder.glob("*.safetensors"))
         if not names:
@@ -132,16 +134,22 @@ class Checkpoint:
             self.shards()
         else:
             place, given["state_dict"] = None, dict(weights)
-        with quiet():
-            model, report = model_class.from_pretrained(
-                place,
-                dtype=dtype,
-                attn_implementation="sdpa",
-                device_map={"": torch.device(device)},
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **given,
-            )
+        try:
+            with quiet():
+                model, report = model_class.from_pretrained(
+                    place,
+                    dtype=dtype,
+                    attn_implementation="sdpa",
+                    device_map={"": torch.device(device)},
+                    ignore_mismatched_sizes=True,
+                    output_loading_info=True,
+                    **given,
+                )
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"{self.option}: the weights do not fit on {device} as {dtype}; "
+                "try runtime.dtype=bfloat16"
+            ) from error
         if report["mismatched_keys"]:
             name, found, wanted = sorted(report["mismatched_keys"])[0]
             raise ValueError(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import JanusConfig, JanusForConditionalGeneration, PreTrainedTokenizerBase
 
 from ssd_research.backbones.base import Backbone
@@ -17,18 +17,45 @@ from ssd_research.backbones.checkpoint import Checkpoint
 from ssd_research.grid import TokenGrid
 from ssd_research.sampling import Sampling
 
+PUBLISHED = "deepseek-community/Janus-Pro-7B"
+OFFICIAL = "multi_modality"  # the model type in DeepSeek's own layout
+NEVER_RUN = ("lm_head.", "model.vision_model.", "model.aligner.")
 TEMPLATE = "<|User|>: {}\n\n<|Assistant|>:"
 BEGIN_OF_IMAGE = "<begin_of_image>"
 
 
 def conditional_ids(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
-    """Return the function from a prompt to its ids: bos, template, begin of image."""
-    return lambda text: list(tokenizer(TEMPLATE.format(text) + BEGIN_OF_IMAGE)["input_ids"])
+    """Return the function from a prompt to its ids: bos, template, begin of image.
+
+    Published tokenizers differ in whether they add bos by themselves, so it is put here.
+    """
+
+    def ids(text: str) -> list[int]:
+        sequence = TEMPLATE.format(text) + BEGIN_OF_IMAGE
+        rest = tokenizer(sequence, add_special_tokens=False)["input_ids"]
+        return [tokenizer.bos_token_id, *rest]
+
+    return ids
 
 
 def unconditional_ids(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
     """Return `ids` with every token but the first and the last replaced by pad."""
     return [ids[0], *[tokenizer.pad_token_id] * (len(ids) - 2), ids[-1]]
+
+
+def require_special_tokens(tokenizer: PreTrainedTokenizerBase, option: str) -> None:
+    """Raise ValueError unless bos, pad and begin of image are tokens of their own.
+
+    `option` is the setting that named the checkpoint.
+    """
+    for role in ("bos", "pad"):
+        if getattr(tokenizer, f"{role}_token_id") is None:
+            raise ValueError(f"{option}: the tokenizer has no {role} token")
+    ids = tokenizer(BEGIN_OF_IMAGE, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
+        raise ValueError(
+            f"{option}: {BEGIN_OF_IMAGE} is {len(ids)} tokens of the tokenizer, not one of its own"
+        )
 
 
 class JanusBackbone(Backbone):
@@ -76,15 +103,29 @@ class JanusBackbone(Backbone):
         a checkpoint that does not hold every weight.
         """
         checkpoint = Checkpoint.find(path, model=name)
-        checkpoint.require_family("janus", published="deepseek-community/Janus-Pro-7B")
+        if checkpoint.config.get("model_type") == OFFICIAL:
+            raise ValueError(
+                f"{checkpoint.option} holds a Janus model in DeepSeek's own layout; this needs the "
+                f"Hugging Face layout, such as {PUBLISHED} "
+                f"(scripts/download_weights.sh {name} <folder>)"
+            )
+        checkpoint.require_family("janus", published=PUBLISHED)
+        tokenizer = checkpoint.tokenizer()
+        require_special_tokens(tokenizer, checkpoint.option)
         config = JanusConfig.from_pretrained(checkpoint.folder)
-        # Generation never looks at an image: the tower's layers stay on the disk.
+        # Generation never looks at an image or writes text: the vision tower's layers stay on the
+        # disk, and the text head (0.8 GB of Janus-Pro-7B in bfloat16) goes.
         config.vision_config.num_hidden_layers = 0
         model = checkpoint.load(
-            JanusForConditionalGeneration, config=config, device=device, dtype=dtype
+            JanusForConditionalGeneration,
+            config=config,
+            device=device,
+            dtype=dtype,
+            may_lack=NEVER_RUN,
         )
+        model.lm_head = nn.Identity()
         defaults = Sampling(guidance, temperature, top_k)
-        return cls(model, checkpoint.tokenizer(), name=name, defaults=defaults)
+        return cls(model, tokenizer, name=name, defaults=defaults)
 
     def prompt_ids(self, text: str) -> list[int]:
         """Return bos, the official template around `text`, begin of image."""

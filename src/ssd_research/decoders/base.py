@@ -42,13 +42,17 @@ class Decoder(ABC):
         """
         if len(prompts) != len(sample_keys):
             raise ValueError(f"{len(prompts)} prompts need as many keys, not {len(sample_keys)}")
+        self.check(backbone.grid)
         if heads is not None:
             heads.require(**self.reach(backbone.grid))
         noise = KeyedNoise(seed, sample_keys)
         return self.decode_with(backbone, prompts, sampling=sampling, noise=noise, heads=heads)
 
-    def settings(self) -> dict[str, Any]:
-        """Return the hyper-parameters in force, which with the method decide the result."""
+    def check(self, grid: TokenGrid) -> None:  # noqa: B027 (most decoders take any grid)
+        """Raise ValueError for a setting that a backbone's grid has no use for."""
+
+    def settings(self, grid: TokenGrid) -> dict[str, Any]:
+        """Return the hyper-parameters in force on a grid, which with the method decide a result."""
         return {key: value for key, value in asdict(self).items() if key != "name"}
 
     def reach(self, grid: TokenGrid) -> dict[str, int]:

@@ -66,9 +66,9 @@ class SpatiallySpeculative(Decoder):
             budget["i"] = 0
         return budget
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self, grid: TokenGrid) -> dict[str, Any]:
         """Return the budget in force, however it was given, and the other hyper-parameters."""
-        given = super().settings()
+        given = super().settings(grid)
         del given["r"], given["operating_point"]
         return given | self.budget
 

@@ -46,6 +46,9 @@ class Cell:
             own = field.name not in (*BUDGET, "name") and not isinstance(value, Mapping)
             if own and value != field.default:
                 shown[field.name] = value
+        end_of_row = self.meta["identity"].get("decoder", {}).get("end_of_row")
+        if end_of_row is not None:
+            shown["end_of_row"] = end_of_row
         return ", ".join(f"{key}={value}" for key, value in shown.items())
 
     @property
