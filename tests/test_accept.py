@@ -18,11 +18,11 @@ class Scripted:
         self.accepted, self.token = accepted, token
         self.probability = self.mass = self.purpose = None
 
-    def bernoulli(self, probability):
+    def bernoulli(self, probability, *, needed=None):
         self.probability = probability
         return self.accepted
 
-    def categorical(self, p, *, purpose):
+    def categorical(self, p, *, purpose, needed=None):
         self.mass, self.purpose = p, purpose
         return self.token
 

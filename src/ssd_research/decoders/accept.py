@@ -1,10 +1,14 @@
-"""Accept rules: pure functions from (p, q, draft, draw) to (token, accepted), position by position.
+"""Accept rules: pure functions of (p, q, draft), position by position.
 
 p is the backbone's distribution and q the draft's, both after every filter; the draft is the token
-in place. `draw` holds the round's random choices.
+in place. `draw` holds the round's random choices. Rules that test a draft come in two parts, its
+odds of being kept and the distribution of what replaces it, so that a decoder may stop at the first
+reject.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -23,17 +27,45 @@ def residual(p: Dist, q: Dist) -> Dist:
     return torch.where(excess.sum(-1, keepdim=True) > 0, excess, p)
 
 
+def ratio(p: Dist, q: Dist, draft: Codes) -> Float[Tensor, "B L"]:
+    """Return min(1, p / q) of the drafts."""
+    at = draft[..., None]
+    p_draft, q_draft = p.gather(-1, at)[..., 0].double(), q.gather(-1, at)[..., 0].double()
+    return (p_draft / q_draft.clamp_min(1e-300)).clamp_max(1.0)
+
+
+class AcceptRule(Protocol):
+    """How a chain of drafts is tested, one after the other."""
+
+    def odds(self, p: Dist, q: Dist, draft: Codes) -> Float[Tensor, "B L"]:
+        """Return the probability of keeping each draft."""
+
+    def correction(self, p: Dist, q: Dist, draft: Codes) -> Dist:
+        """Return what replaces a draft that is not kept, not normalised."""
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Keep with min(1, p/q), else draw from the residual: exact if the draft was drawn from q."""
+
+    def odds(self, p: Dist, q: Dist, draft: Codes) -> Float[Tensor, "B L"]:
+        """Return min(1, p/q)."""
+        return ratio(p, q, draft)
+
+    def correction(self, p: Dist, q: Dist, draft: Codes) -> Dist:
+        """Return max(0, p - q)."""
+        return residual(p, q)
+
+
 def reject(p: Dist, q: Dist, draft: Codes, draw: Draw) -> tuple[Codes, Bool[Tensor, "B L"]]:
     """Keep the draft with probability min(1, p/q), else draw from the residual (paper 3.3, rule C).
 
     The paper drafts by argmax and scores the draft as if it had been sampled from q; the rule is
     applied as published.
     """
-    at = draft[..., None]
-    p_draft, q_draft = p.gather(-1, at)[..., 0].double(), q.gather(-1, at)[..., 0].double()
-    accepted = draw.bernoulli((p_draft / q_draft.clamp_min(1e-300)).clamp_max(1.0))
-    token = torch.where(accepted, draft, draw.categorical(residual(p, q), purpose="residual"))
-    return token, accepted
+    accepted = draw.bernoulli(ratio(p, q, draft))
+    corrected = draw.categorical(residual(p, q), purpose="residual", needed=~accepted)
+    return torch.where(accepted, draft, corrected), accepted
 
 
 def sample(p: Dist, q: Dist, draft: Codes, draw: Draw) -> tuple[Codes, Bool[Tensor, "B L"]]:

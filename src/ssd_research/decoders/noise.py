@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-PURPOSES = {"sample": 1, "accept": 2, "residual": 3}
+PURPOSES = {"sample": 1, "accept": 2, "residual": 3, "draft": 4, "gumbel": 5}
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -25,12 +25,23 @@ def sample_key(prompt_id: str, image_index: int) -> int:
 
 
 class Draw(Protocol):
-    """The choices at some positions in one round; tests replace it by an enumerator."""
+    """The choices at some positions in one round; tests replace it by an enumerator.
 
-    def bernoulli(self, probability: Float[Tensor, "B L"]) -> Bool[Tensor, "B L"]:
+    `needed` marks the choices that anything depends on: what is drawn elsewhere is never read.
+    """
+
+    def bernoulli(
+        self, probability: Float[Tensor, "B L"], *, needed: Bool[Tensor, "B L"] | None = None
+    ) -> Bool[Tensor, "B L"]:
         """Return True with the given probability, independently everywhere."""
 
-    def categorical(self, p: Float[Tensor, "B L K"], *, purpose: str) -> Int[Tensor, "B L"]:
+    def categorical(
+        self,
+        p: Float[Tensor, "B L K"],
+        *,
+        purpose: str,
+        needed: Bool[Tensor, "B L"] | None = None,
+    ) -> Int[Tensor, "B L"]:
         """Return a code drawn from p (which need not be normalised) everywhere."""
 
 
@@ -84,11 +95,19 @@ class KeyedDraw:
     positions: Int[Tensor, "B L"]
     round: int
 
-    def bernoulli(self, probability: Float[Tensor, "B L"]) -> Bool[Tensor, "B L"]:
+    def bernoulli(
+        self, probability: Float[Tensor, "B L"], *, needed: Bool[Tensor, "B L"] | None = None
+    ) -> Bool[Tensor, "B L"]:
         """Return u < probability."""
         return self.noise.uniform(self.positions, round=self.round, purpose="accept") < probability
 
-    def categorical(self, p: Float[Tensor, "B L K"], *, purpose: str) -> Int[Tensor, "B L"]:
+    def categorical(
+        self,
+        p: Float[Tensor, "B L K"],
+        *,
+        purpose: str,
+        needed: Bool[Tensor, "B L"] | None = None,
+    ) -> Int[Tensor, "B L"]:
         """Invert the cumulative sum of p, normalised, at one uniform per position.
 
         The smallest code whose cumulative mass exceeds u is taken, so a code of mass 0 never is.
