@@ -20,11 +20,12 @@ from typing import Any
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ssd_research.backbones.base import Backbone
-from ssd_research.command import StageError, explain, out_of_memory
+from ssd_research.command import EXPECTED, StageError, explain, out_of_memory
 from ssd_research.heads import DraftHeads
 from ssd_research.paths import conf_dir, resolve_path
 from ssd_research.provenance import device_name, git_sha, versions
@@ -151,7 +152,12 @@ def load_backbone(cfg: DictConfig) -> Backbone:
     device = resolve_device(cfg.runtime.device)
     dtype = resolve_dtype(cfg.runtime.dtype, device)
     use_threads(cfg)
-    return hydra.utils.instantiate(cfg.model.backbone, device=device, dtype=dtype)
+    try:
+        return hydra.utils.instantiate(cfg.model.backbone, device=device, dtype=dtype)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, EXPECTED):
+            raise error.__cause__ from None
+        raise
 
 
 def heads_folder(cfg: DictConfig) -> Path:
@@ -213,6 +219,7 @@ def numeric_identity(backbone: Backbone) -> dict[str, str]:
     """Return what of the backbone and its arithmetic can change a result, for a run's identity."""
     return {
         "backbone": backbone.fingerprint,
+        "prompt_tokens": backbone.prompt_fingerprint,
         "dtype": str(backbone.dtype).removeprefix("torch."),
         "device": torch.device(backbone.device).type,
     }

@@ -73,6 +73,13 @@ class Backbone(ABC):
         return fingerprint(layers, norm, self.image_head, *self.code_embedders)
 
     @cached_property
+    def prompt_fingerprint(self) -> str:
+        """Return 16 hex digits of how a prompt becomes tokens: template, size, tokenizer."""
+        ids = self.prompt_ids("A (red) circle, 20 cm; don't")
+        text = f"{ids} {self.unconditional_ids(ids)}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @cached_property
     def image_decoder_fingerprint(self) -> str:
         """Return 16 hex digits of the weights that turn codes into pixels."""
         return fingerprint(self.image_decoder)

@@ -1,7 +1,8 @@
 """Where a published checkpoint lies, and what can be wrong with it, in one clear line each."""
 
 import json
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,10 +15,10 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -35,12 +36,17 @@ class Checkpoint:
 
     @classmethod
     def find(
-        cls, path: str, *, model: str, key: str = "model.backbone.path", part: str = "*"
+        cls,
+        path: str,
+        *,
+        model: str,
+        key: str = "model.backbone.path",
+        files: Sequence[str] = PATTERNS,
     ) -> "Checkpoint":
         """Return the local folder of `path`, or of the hub repository of that name, fetched once.
 
-        `part` keeps a hub repository's files to those below a folder such as `tokenizer/*`. Raises
-        FileNotFoundError, naming the option `key` and what to run, where there are no weights.
+        Of a hub repository only what matches `files` is fetched. Raises FileNotFoundError, naming
+        the option `key` and what to run, where there are no weights.
         """
         option = f"{key}={path}"
         hint = f"fetch the weights with scripts/download_weights.sh {model} <folder>"
@@ -49,11 +55,10 @@ class Checkpoint:
         except FileNotFoundError:
             if path.count("/") != 1 or path.startswith(("checkpoints/", ".", "~")):
                 raise FileNotFoundError(f"{option} does not exist; {hint}") from None
-        wanted = [part] if part != "*" else list(PATTERNS)
         try:
-            return cls(Path(snapshot_download(path, allow_patterns=wanted)), option)
+            return cls(Path(snapshot_download(path, allow_patterns=list(files))), option)
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = str(error).strip().splitlines()[0].partition(". ")[0]
             raise FileNotFoundError(
                 f"{option} is no folder and cannot be fetched from the hub ({reason}); "
                 f"{hint} and pass {key}=<folder>"
@@ -166,7 +171,8 @@ class Checkpoint:
         if not (self.folder / "tokenizer.json").is_file():
             raise FileNotFoundError(f"{self.option}: {self.folder} holds no tokenizer.json")
         try:
-            return AutoTokenizer.from_pretrained(self.folder)
+            # Not AutoTokenizer: a class named in tokenizer_config.json may rebuild tokenizer.json.
+            return PreTrainedTokenizerFast.from_pretrained(self.folder)
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(f"{self.option}: broken tokenizer: {reason}") from error
@@ -174,10 +180,20 @@ class Checkpoint:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers from listing the weights that are left out on purpose."""
-    level = transformers_logging.get_verbosity()
+    """Keep transformers from listing the weights that are left out on purpose.
+
+    Its progress bar is for terminals only.
+    """
+    level, bar = (
+        transformers_logging.get_verbosity(),
+        transformers_logging.is_progress_bar_enabled(),
+    )
     transformers_logging.set_verbosity_error()
+    if bar and not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         transformers_logging.set_verbosity(level)
+        if bar:
+            transformers_logging.enable_progress_bar()
