@@ -1,8 +1,10 @@
 """The benchmark stage: it counts what the schedule says, interleaves, and divides exactly."""
 
 import json
+import math
 from pathlib import Path
 
+import hydra
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -10,6 +12,8 @@ from omegaconf import OmegaConf
 
 from ssd_research import benchmark
 from ssd_research.backbones.state import Generation
+from ssd_research.decoders.autoregressive import Autoregressive
+from ssd_research.decoders.spatial import SpatiallySpeculative
 from ssd_research.paths import conf_dir
 from ssd_research.prompts import Prompt
 from ssd_research.sampling import Sampling
@@ -49,23 +53,30 @@ def test_ratios_are_of_steps_and_of_seconds() -> None:
     assert (row["step_acceleration"], row["speedup"]) == (4.0, 1.5)
 
 
-def test_sides_are_interleaved_after_a_warm_up(random_backbone, random_heads) -> None:
+def test_sides_are_interleaved_after_a_warm_up(random_backbone) -> None:
     calls = []
 
     class Recorder(benchmark.Bench):
         def decode(self, decoder, prompts):
-            calls.append(getattr(decoder, "r", None))
+            calls.append((decoder.title, prompts))
             return generation(1.0)
 
-    bench = Recorder(random_backbone, random_heads, Sampling(3.0), seed=0)
-    rows = benchmark.measure(bench, PROMPTS, rounds=[0, 1], repeats=2)
-    assert calls == [None, 0, 1] * 3
-    assert [row["decoder"] for row in rows] == ["AR", "SSD r=0", "SSD r=1"]
+    bench = Recorder(random_backbone, {}, Sampling(3.0), seed=0)
+    decoders = [Autoregressive(), SpatiallySpeculative(r=0), SpatiallySpeculative(r=1)]
+    first, second = ([prompt] for prompt in PROMPTS)
+    rows = benchmark.measure(bench, decoders, [first, second])
+    titles = ["AR", "SSD r=0", "SSD r=1"]
+    batches = [first, first, second]
+    assert calls == [(title, batch) for batch in batches for title in titles]
+    assert [row["decoder"] for row in rows] == titles
+    assert [row["law"] for row in rows] == ["lossless", "lossy", "lossy"]
 
 
 def test_steps_and_tokens_are_those_of_the_schedule(random_backbone, random_heads) -> None:
-    bench = benchmark.Bench(random_backbone, random_heads, Sampling(3.0), seed=0)
-    ar, *ssd = benchmark.measure(bench, PROMPTS, rounds=[0, 2], repeats=1)
+    decoders = [Autoregressive(), SpatiallySpeculative(r=0), SpatiallySpeculative(r=2)]
+    heads = {decoder.title: random_heads for decoder in decoders}
+    bench = benchmark.Bench(random_backbone, heads, Sampling(3.0), seed=0)
+    ar, *ssd = benchmark.measure(bench, decoders, [PROMPTS])
     assert (ar["steps"], ar["acceptance_rate"]) == (36, None)
     for row, r in zip(ssd, (0, 2), strict=True):
         schedule = SpatialSchedule(6, 6, v=1, b=r)
@@ -75,16 +86,36 @@ def test_steps_and_tokens_are_those_of_the_schedule(random_backbone, random_head
         assert row["batch_size"] == 2
 
 
+def test_quality_is_that_of_the_parser_and_of_ar(tmp_path, random_backbone, monkeypatch) -> None:
+    """A random model paints nothing, but the NLL of AR's own samples is its entropy."""
+    monkeypatch.setattr(benchmark, "load_backbone", lambda cfg: random_backbone)
+    cfg = configured(
+        tmp_path,
+        "prompts=[a red circle]",
+        "benchmark.decoders=[ar]",
+        "benchmark.batch_sizes=[1]",
+        "benchmark.repeats=1",
+        "benchmark.quality_prompts=1",
+    )
+    folder = benchmark.run(cfg)
+    (row,) = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    assert row["quality_images"] == 7
+    assert row["geneval"] == 0
+    assert 0 <= row["accuracy"] <= 1
+    assert 0 < row["nll"] < math.log(random_backbone.codebook_size)
+    assert "Dense captions" in (folder / "benchmark.md").read_text()
+
+
 def test_the_stage_writes_lines_and_a_table_and_is_reused(
     tmp_path, random_backbone, random_heads, monkeypatch
 ) -> None:
     monkeypatch.setattr(benchmark, "load_backbone", lambda cfg: random_backbone)
-    monkeypatch.setattr(benchmark, "load_heads", lambda cfg, backbone: random_heads)
+    monkeypatch.setattr(benchmark, "load_heads", lambda cfg, backbone, **reach: random_heads)
     cfg = configured(
         tmp_path,
         "prompts=[a red circle]",
         "benchmark.batch_sizes=[1,2]",
-        "benchmark.rounds=[0]",
+        "benchmark.decoders=[ar,'ssd r=0']",
         "benchmark.repeats=1",
     )
     folder = benchmark.run(cfg)
@@ -108,11 +139,32 @@ def test_the_stage_writes_lines_and_a_table_and_is_reused(
     [
         ({"batch_sizes": []}, "batch_sizes"),
         ({"batch_sizes": [0]}, "batch_sizes"),
-        ({"rounds": [-1]}, "rounds"),
+        ({"decoders": []}, "decoders"),
         ({"repeats": 0}, "repeats"),
     ],
 )
 def test_settings_that_measure_nothing_are_named(override: dict, message: str) -> None:
-    settings = {"batch_sizes": [1], "rounds": [0], "repeats": 1, **override}
+    settings = {"batch_sizes": [1], "decoders": ["ar"], "repeats": 1, **override}
     with pytest.raises(ValueError, match=f"benchmark.{message}="):
         benchmark.check(OmegaConf.create(settings))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("magic", "magic is not known; accepted: ar, "),
+        ("ssd q=1", "ssd has no option q=1; it accepts .*accept"),
+    ],
+)
+def test_an_unknown_decoder_or_option_is_named(tmp_path, text, message) -> None:
+    with pytest.raises(ValueError, match=f"benchmark.decoders: {message}"):
+        benchmark.configured(configured(tmp_path), text)
+
+
+def test_a_decoder_of_the_list_has_its_options_and_the_models_own(tmp_path) -> None:
+    cfg = configured(tmp_path, "model=lumina_mgpt", "decoder=ar")
+    plain = hydra.utils.instantiate(benchmark.configured(cfg, "ssd").decoder, _convert_="all")
+    assert plain.budget == {"v": 2, "b": 5, "i": 4}
+    chosen = benchmark.configured(cfg, "ssd r=3 accept=sample").decoder
+    made = hydra.utils.instantiate(chosen, _convert_="all")
+    assert made.title == "SSD r=3, accept=sample"

@@ -47,10 +47,7 @@ def image_rows(*, nfe: int, seconds: float, batch_size: int, accepted: int, draf
             "batch_size": batch_size,
             "nfe": nfe,
             "seconds_total": seconds,
-            "accepted_base": accepted,
-            "drafted_base": drafted,
-            "accepted_incremental": 0,
-            "drafted_incremental": 0,
+            "rounds": json.dumps([["horizontal", 1, 5, 5], ["base", 1, drafted, accepted]]),
             "codes": [0, 1],
         }
 

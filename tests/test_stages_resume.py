@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from PIL import Image
 
 from conftest import make_backbone, make_heads
-from ssd_research import distill, generate, image_rows
+from ssd_research import distill, generate
 from ssd_research.backbones.janus import JanusBackbone
 from ssd_research.decoders.autoregressive import Autoregressive
 from ssd_research.metrics.geneval_folder import read_samples
@@ -255,17 +255,13 @@ def test_a_decoder_with_heads(configure, tmp_path, random_checkpoint):
     assert all(0 < row["nfe"] < 36 for row in rows)
     for row in rows:
         rounds = json.loads(row["rounds"])
-        assert row["drafted"] == sum(r[2] for r in rounds) == sum_of(row, "drafted")
-        assert row["accepted"] == sum(r[3] for r in rounds) == sum_of(row, "accepted")
+        assert row["drafted"] == sum(r[2] for r in rounds)
+        assert row["accepted"] == sum(r[3] for r in rounds)
         assert row["accepted"] <= row["drafted"]
     make_heads(make_backbone(seed=3)).save(tmp_path / "heads", record)
     assert generate.run(configure("out", *overrides)).name == folder.name
     make_heads(backbone, vertical=2).save(tmp_path / "heads", record)
     assert generate.run(configure("out", *overrides)).name != folder.name
-
-
-def sum_of(row: dict, what: str) -> int:
-    return sum(row[f"{what}_{stage}"] for stage in image_rows.STAGES)
 
 
 def test_a_decoder_that_needs_heads_says_how_to_get_them(configure):

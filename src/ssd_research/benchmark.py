@@ -1,27 +1,31 @@
-"""Stage `benchmark`: AR and SSD on the same prompts, interleaved in one process.
+"""Stage `benchmark`: decoders on the same prompts, interleaved in one process.
 
 Seconds run from the prefill to the last code; the image decoder, which is the same for all, is left
-out. Every decoder is warmed up once per batch size; the median over `benchmark.repeats` counts.
+out. Every decoder is warmed up once per batch size; the median over `benchmark.repeats` counts. In
+the shapes world the same run can also say what the decoders' images are worth.
 """
 
+import copy
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hydra
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 
 from ssd_research.backbones.base import Backbone
 from ssd_research.backbones.state import Generation
-from ssd_research.decoders.autoregressive import END_OF_ROW, Autoregressive
 from ssd_research.decoders.base import Decoder
 from ssd_research.decoders.noise import sample_key
-from ssd_research.decoders.spatial import SpatiallySpeculative
-from ssd_research.heads import DraftHeads
+from ssd_research.image_rows import acceptance_rate
+from ssd_research.metrics import embedded
+from ssd_research.metrics.geneval import Rules
+from ssd_research.paths import conf_dir
 from ssd_research.prompts import Prompt, load_prompts
 from ssd_research.provenance import device_name, git_sha
 from ssd_research.reporting.readme import publish
@@ -33,12 +37,15 @@ from ssd_research.runs import (
     open_run,
     resolve_sampling,
     stage_main,
+    whole_number,
     write_atomic,
 )
 from ssd_research.sampling import Sampling
+from ssd_research.workload import batches, progress
 
 COLUMNS = (
     Column("decoder", "Decoder"),
+    Column("law", "Output law"),
     Column("batch_size", "Batch"),
     Column("steps", "Steps"),
     Column("step_acceleration", "Step acceleration", suffix="×"),
@@ -50,12 +57,19 @@ COLUMNS = (
 )
 
 
+QUALITY = (
+    Column("nll", "NLL (nats per code)", digits=3),
+    Column("geneval", "GenEval on shapes", digits=3),
+    Column("accuracy", "Dense captions: facts right", digits=3),
+)
+
+
 @dataclass(frozen=True)
 class Bench:
-    """What all measurements of one run share."""
+    """What all measurements of one run share; `heads` by the name of their kind."""
 
     backbone: Backbone
-    heads: DraftHeads
+    heads: Mapping[str, Any]
     sampling: Sampling
     seed: int
 
@@ -67,21 +81,27 @@ class Bench:
             sampling=self.sampling,
             seed=self.seed,
             sample_keys=[sample_key(prompt.id, n) for n, prompt in enumerate(prompts)],
-            heads=self.heads if decoder.needs_heads else None,
+            heads=self.heads[decoder.title] if decoder.needs_heads else None,
         )
 
 
 def run(cfg: DictConfig) -> Path:
-    """Time AR and SSD at `benchmark.rounds` for every batch size, and return the run folder.
+    """Time `benchmark.decoders` for every batch size, and return the run folder.
 
     Raises:
-        ValueError: if a setting of `benchmark` is empty or below its least value, or heads are
-            missing.
+        ValueError: if a setting of `benchmark` is empty or below its least value, a decoder is not
+            known, or heads are missing.
     """
     check(cfg.benchmark)
+    chosen = [configured(cfg, text) for text in cfg.benchmark.decoders]
     backbone = load_backbone(cfg)
-    heads = load_heads(cfg, backbone)
-    bench = Bench(backbone, heads, resolve_sampling(cfg, backbone), int(cfg.seed))
+    decoders = [hydra.utils.instantiate(one.decoder, _convert_="all") for one in chosen]
+    heads = {
+        decoder.title: load_heads(one, backbone, **decoder.reach(backbone.grid))
+        for one, decoder in zip(chosen, decoders, strict=True)
+        if decoder.needs_heads
+    }
+    bench = Bench(backbone, heads, resolve_sampling(cfg, backbone), whole_number(cfg, "seed"))
     prompts = load_prompts(cfg.prompts, {**cfg.selection, "limit": most_prompts(cfg)})
     device = device_name(torch.device(backbone.device).type)
     identity = {
@@ -89,6 +109,7 @@ def run(cfg: DictConfig) -> Path:
         "device": device,
         "git_sha": git_sha(),
         "benchmark": {k: _plain(v) for k, v in cfg.benchmark.items() if k != "readme"},
+        "decoders": [decoder.settings(backbone.grid) for decoder in decoders],
         "heads": str(cfg.heads.path),
         "prompts": [prompt.id for prompt in prompts],
         "sampling": vars(bench.sampling),
@@ -96,7 +117,9 @@ def run(cfg: DictConfig) -> Path:
     }
     stage = open_run(cfg, "benchmark", identity)
     if not stage.done:
-        rows = measure_all(bench, prompts, cfg.benchmark, device=device)
+        rows = measure_all(bench, decoders, prompts, cfg.benchmark, device=device)
+        if cfg.benchmark.quality_prompts:
+            rows = with_quality(bench, decoders, rows, cfg)
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         write_atomic(stage.folder / "results.jsonl", lines)
         text = table(rows, device=device, dtype=str(identity["dtype"]))
@@ -105,103 +128,162 @@ def run(cfg: DictConfig) -> Path:
     text = (stage.folder / "benchmark.md").read_text(encoding="utf-8")
     Console().print(text, markup=False, soft_wrap=True)
     if cfg.benchmark.readme:
-        publish("benchmark", text, file=f"{cfg.model.name}_benchmark.md", whole=text)
+        name = "decoders" if cfg.benchmark.quality_prompts else "benchmark"
+        publish(name, text, file=f"{cfg.model.name}_{name}.md", whole=text)
     return stage.folder
 
 
+def configured(cfg: DictConfig, text: str) -> DictConfig:
+    """Return the configuration with the decoder that `text`, as in `ssd r=2`, stands for."""
+    name, *options = str(text).split()
+    file = conf_dir() / "decoder" / f"{name}.yaml"
+    if not file.is_file():
+        known = ", ".join(sorted(path.stem for path in file.parent.glob("*.yaml")))
+        raise ValueError(f"benchmark.decoders: {name} is not known; accepted: {known}")
+    decoder = OmegaConf.load(file)
+    unknown = [one for one in options if one.partition("=")[0] not in decoder]
+    if unknown:
+        raise ValueError(
+            f"benchmark.decoders: {name} has no option {unknown[0]}; "
+            f"it accepts {', '.join(map(str, decoder))}"
+        )
+    other = copy.deepcopy(cfg)
+    with open_dict(other):
+        other.decoder = OmegaConf.merge(decoder, OmegaConf.from_dotlist(options))
+    return other
+
+
 def measure_all(
-    bench: Bench, prompts: Sequence[Prompt], options: DictConfig, *, device: str
+    bench: Bench,
+    decoders: Sequence[Decoder],
+    prompts: Sequence[Prompt],
+    options: DictConfig,
+    *,
+    device: str,
 ) -> list[dict[str, Any]]:
     """Return the rows of every batch size."""
     rows: list[dict[str, Any]] = []
     for batch_size in options.batch_sizes:
-        batch = [prompts[n % len(prompts)] for n in range(batch_size)]
-        rows += measure(bench, batch, rounds=options.rounds, repeats=options.repeats)
+        needed = batch_size * options.repeats
+        cycled = [prompts[n % len(prompts)] for n in range(needed)]
+        batches = [cycled[n : n + batch_size] for n in range(0, needed, batch_size)]
+        rows += measure(bench, decoders, batches)
     return [{"device": device, **row} for row in rows]
 
 
 def check(benchmark: DictConfig) -> None:
     """Raise ValueError for a list without entries or a number below its least value."""
-    for key, least in (("batch_sizes", 1), ("rounds", 0)):
-        found = benchmark[key]
-        if not found or min(found) < least:
-            raise ValueError(f"benchmark.{key}={_plain(found)} needs numbers of at least {least}")
+    sizes = benchmark.batch_sizes
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"benchmark.batch_sizes={_plain(sizes)} needs numbers of at least 1")
+    if not benchmark.decoders:
+        raise ValueError("benchmark.decoders=[] needs at least one decoder, the baseline first")
     if benchmark.repeats < 1:
         raise ValueError(f"benchmark.repeats={benchmark.repeats} must be at least 1")
 
 
 def most_prompts(cfg: DictConfig) -> int:
-    """Return how many prompts the largest batch takes, at most `selection.limit`."""
-    largest = max(cfg.benchmark.batch_sizes)
+    """Return how many prompts the largest batch's repeats take, at most `selection.limit`."""
+    largest = max(cfg.benchmark.batch_sizes) * cfg.benchmark.repeats
     return largest if cfg.selection.limit is None else min(largest, cfg.selection.limit)
 
 
 def measure(
-    bench: Bench, batch: Sequence[Prompt], *, rounds: Sequence[int], repeats: int
+    bench: Bench, decoders: Sequence[Decoder], batches: Sequence[Sequence[Prompt]]
 ) -> list[dict[str, Any]]:
-    """Return one row per decoder for one batch: AR, then SSD at each number of rounds.
+    """Return one row per decoder, compared with the first, for batches of one size.
 
-    Where rows end with a token, AR comes with a forward for each, as in the paper, which is what
-    the ratios are to, and with that token folded into the forward of its row's last code.
-    The repeats are interleaved (AR, r=0, r=1, ..., AR, r=0, ...), so that a slower minute of the
-    machine slows all of them.
+    The repeats are interleaved (every decoder on the first batch, every decoder on the second,
+    ...), so that a slower minute of the machine slows all of them.
     """
-    decoders: dict[str, Decoder] = {"AR": Autoregressive()}
-    if bench.backbone.grid.end_of_row:
-        decoders = {f"AR {way}": Autoregressive(end_of_row=way) for way in END_OF_ROW}
-    decoders |= {f"SSD r={r}": SpatiallySpeculative(r=r) for r in rounds}
-    for decoder in decoders.values():
-        bench.decode(decoder, batch)
-    runs: dict[str, list[Generation]] = {name: [] for name in decoders}
-    for _ in range(repeats):
-        for name, decoder in decoders.items():
-            runs[name].append(bench.decode(decoder, batch))
-    ar = summary(next(iter(runs.values())))
-    return [{"decoder": name, **compared(summary(found), ar)} for name, found in runs.items()]
+    for decoder in decoders:
+        bench.decode(decoder, batches[0])
+    runs: list[list[Generation]] = [[] for _ in decoders]
+    for batch in batches:
+        for decoder, found in zip(decoders, runs, strict=True):
+            found.append(bench.decode(decoder, batch))
+    baseline = summary(runs[0])
+    return [
+        {
+            "decoder": decoder.title_with(decoder.settings(bench.backbone.grid)),
+            "law": "lossless" if decoder.lossless else "lossy",
+            **compared(summary(found), baseline),
+        }
+        for decoder, found in zip(decoders, runs, strict=True)
+    ]
 
 
 def summary(runs: Sequence[Generation]) -> dict[str, Any]:
-    """Return the medians of one decoder's repeats on one batch."""
-    first, batch_size = runs[0], len(runs[0].codes)
+    """Return the means and medians of one decoder's repeats on batches of one size."""
+    batch_size = len(runs[0].codes)
     phases = sorted({phase for run in runs for phase in run.seconds} - {"total"})
+    rounds = [
+        (entry["stage"], entry["round"], sum(entry["drafted"]), sum(entry["accepted"]))
+        for run in runs
+        for entry in run.rounds
+    ]
     return {
         "batch_size": batch_size,
-        "steps": statistics.mean(first.nfe),
-        "tokens": statistics.mean(first.tokens),
+        "steps": statistics.mean(n for run in runs for n in run.nfe),
+        "tokens": statistics.mean(n for run in runs for n in run.tokens),
         "seconds_per_image": statistics.median(run.seconds["total"] for run in runs) / batch_size,
         "seconds_total": [run.seconds["total"] for run in runs],
         "seconds_per_phase": {
             phase: statistics.median(run.seconds.get(phase, 0.0) for run in runs)
             for phase in phases
         },
-        "acceptance_rate": acceptance_rate(first),
+        "acceptance_rate": acceptance_rate(rounds),
         "peak_memory_gb": max(run.peak_memory_bytes for run in runs) / 1e9 or None,
     }
 
 
-def acceptance_rate(run: Generation) -> float | None:
-    """Return accepted / drafted tokens over the images and the rounds of all rows but the first."""
-    rounds = [entry for entry in run.rounds if entry["stage"] != "horizontal"]
-    drafted = sum(sum(entry["drafted"]) for entry in rounds)
-    return sum(sum(entry["accepted"]) for entry in rounds) / drafted if drafted else None
-
-
-def compared(row: dict[str, Any], ar: dict[str, Any]) -> dict[str, Any]:
-    """Return `row` with its ratios to AR's steps and seconds."""
+def compared(row: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
+    """Return `row` with its ratios to the baseline's steps and seconds."""
     ratios = {
-        "step_acceleration": ar["steps"] / row["steps"],
-        "speedup": ar["seconds_per_image"] / row["seconds_per_image"],
+        "step_acceleration": baseline["steps"] / row["steps"],
+        "speedup": baseline["seconds_per_image"] / row["seconds_per_image"],
     }
     return {**row, **ratios}
+
+
+def with_quality(
+    bench: Bench, decoders: Sequence[Decoder], rows: Sequence[dict[str, Any]], cfg: DictConfig
+) -> list[dict[str, Any]]:
+    """Return the rows with what each decoder's images of the shapes benchmarks are worth."""
+    count = whole_number(cfg, "benchmark.quality_prompts", minimum=1)
+    batch_size = whole_number(cfg, "batch_size", minimum=1)
+    prompts = load_prompts("shapes_geneval", {**cfg.selection, "limit": None, "per_kind": count})
+    prompts += load_prompts("shapes_dpg", {**cfg.selection, "limit": count})
+    questions = embedded.dense_questions(count)
+    found: dict[str, dict[str, Any]] = {}
+    with progress("quality", total=len(decoders) * len(prompts), done=0) as bar:
+        for decoder in decoders:
+            codes = []
+            for batch in batches(prompts, batch_size):
+                codes.append(bench.decode(decoder, batch).codes)
+                bar.update(len(batch))
+            found[decoder.title_with(decoder.settings(bench.backbone.grid))] = embedded.score(
+                bench.backbone,
+                prompts,
+                torch.cat(codes),
+                sampling=bench.sampling,
+                rules=Rules(**cfg.evaluate.rules),
+                questions=questions,
+                batch_size=batch_size,
+            )
+    return [{**row, **found[row["decoder"]], "quality_images": len(prompts)} for row in rows]
 
 
 def table(rows: Sequence[dict[str, Any]], *, device: str, dtype: str) -> str:
     """Return the results as Markdown, with what they were measured on."""
     repeats = len(rows[0]["seconds_total"])
     note = (
-        f"Measured on {device}, {dtype}; median of {repeats} interleaved repeats after a warm-up.\n"
+        f"Measured on {device}, {dtype}; ratios are to the first row of a batch size; median of "
+        f"{repeats} interleaved repeats after a warm-up.\n"
     )
-    return f"{markdown(filled(COLUMNS, rows), rows)}\n{note}"
+    if "quality_images" in rows[0]:
+        note += f"Quality: {rows[0]['quality_images']} images of each decoder, the same prompts.\n"
+    return f"{markdown(filled((*COLUMNS, *QUALITY), rows), rows)}\n{note}"
 
 
 def _plain(value: Any) -> Any:

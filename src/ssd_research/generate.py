@@ -26,7 +26,14 @@ from ssd_research.backbones.base import Backbone
 from ssd_research.decoders.base import Decoder
 from ssd_research.grid import TokenGrid
 from ssd_research.heads import DraftHeads
-from ssd_research.image_rows import image_path, merge, read_rows, rows_of, write_part
+from ssd_research.image_rows import (
+    acceptance_rate,
+    image_path,
+    merge,
+    read_rows,
+    rows_of,
+    write_part,
+)
 from ssd_research.prompts import Prompt, select_prompts
 from ssd_research.runs import (
     heads_folder,
@@ -158,7 +165,8 @@ def summary(table: pa.Table, grid: TokenGrid) -> dict[str, Any]:
     """
     steps = pc.mean(table["nfe"]).as_py()
     seconds = pc.sum(pc.divide(table["seconds_total"], table["batch_size"])).as_py()
-    drafted = pc.sum(table["drafted"]).as_py()
+    rounds = (entry for row in table["rounds"].to_pylist() for entry in json.loads(row))
+    accepted = acceptance_rate(rounds)
     peak = pc.max(table["peak_memory_bytes"]).as_py()
     memory = {"peak_memory_gb": round(peak / 1e9, 2)} if peak else {}
     folded = {}
@@ -173,9 +181,7 @@ def summary(table: pa.Table, grid: TokenGrid) -> dict[str, Any]:
         "ar_steps": grid.slots,
         "step_acceleration": round(grid.slots / steps, 3),
         **folded,
-        "acceptance_rate": round(pc.sum(table["accepted"]).as_py() / drafted, 4)
-        if drafted
-        else None,
+        "acceptance_rate": None if accepted is None else round(accepted, 4),
         "seconds_per_image": round(seconds / len(table), 4),
         "batch_size": pc.max(table["batch_size"]).as_py(),
         **memory,

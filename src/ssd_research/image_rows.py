@@ -5,7 +5,7 @@ the batch under way, whatever batch size resumes it.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from ssd_research.runs import write_atomic
 from ssd_research.workload import Task
 
 PHASES = ("prefill", "draft", "verify", "commit", "total")
-STAGES = ("horizontal", "base", "incremental")
 TABLE = "images.parquet"
 
 SCHEMA = pa.schema(
@@ -35,8 +34,6 @@ SCHEMA = pa.schema(
         *[(f"seconds_{phase}", pa.float64()) for phase in PHASES],  # of the whole batch
         ("drafted", pa.int32()),
         ("accepted", pa.int32()),
-        *[(f"drafted_{stage}", pa.int32()) for stage in STAGES],
-        *[(f"accepted_{stage}", pa.int32()) for stage in STAGES],
         ("rounds", pa.string()),  # JSON: [[stage, round, drafted, accepted], ...]
         ("peak_memory_bytes", pa.int64()),
         ("codes", pa.list_(pa.int32())),
@@ -76,20 +73,27 @@ def rows_of(batch: Sequence[Task], generation: Generation, *, seed: int) -> list
 
 
 def _acceptance(generation: Generation, row: int) -> dict[str, Any]:
-    """Return what one image of the batch drafted and accepted, in all, by stage and by round."""
+    """Return what one image of the batch drafted and accepted, in all and by round."""
     rounds = [
         [entry["stage"], entry["round"], entry["drafted"][row], entry["accepted"][row]]
         for entry in generation.rounds
     ]
-    facts: dict[str, Any] = {
+    return {
         "drafted": sum(drafted for *_, drafted, _ in rounds),
         "accepted": sum(accepted for *_, accepted in rounds),
         "rounds": json.dumps(rounds),
     }
-    for stage in STAGES:
-        facts[f"drafted_{stage}"] = sum(r[2] for r in rounds if r[0] == stage)
-        facts[f"accepted_{stage}"] = sum(r[3] for r in rounds if r[0] == stage)
-    return facts
+
+
+def acceptance_rate(rounds: Iterable[Sequence[Any]]) -> float | None:
+    """Return accepted / drafted over rounds [stage, number, drafted, accepted]; None without any.
+
+    Row 0 of SSD (stage `horizontal`) is left out, as in the paper's Tables 14-16, where the rate is
+    undefined at r = 0.
+    """
+    counted = [entry for entry in rounds if entry[0] != "horizontal"]
+    drafted = sum(entry[2] for entry in counted)
+    return sum(entry[3] for entry in counted) / drafted if drafted else None
 
 
 def write_part(folder: Path, rows: Sequence[dict[str, Any]]) -> None:

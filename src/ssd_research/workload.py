@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tqdm import tqdm
 
 from ssd_research.decoders.noise import sample_key
 from ssd_research.prompts import Prompt
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,8 @@ def tasks(prompts: Sequence[Prompt], images_per_prompt: int) -> list[Task]:
     return [Task(i, p, n) for i, p in enumerate(prompts) for n in range(images_per_prompt)]
 
 
-def batches(todo: Sequence[Task], size: int) -> Iterator[Sequence[Task]]:
-    """Yield consecutive groups of at most `size` tasks."""
+def batches(todo: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    """Yield consecutive groups of at most `size` items."""
     for start in range(0, len(todo), size):
         yield todo[start : start + size]
 

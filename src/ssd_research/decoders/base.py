@@ -1,8 +1,8 @@
 """What every decoder is: a dataclass of hyper-parameters with one method."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, ClassVar
 
 from ssd_research.backbones.base import Backbone
@@ -54,6 +54,29 @@ class Decoder(ABC):
     def settings(self, grid: TokenGrid) -> dict[str, Any]:
         """Return the hyper-parameters in force on a grid, which with the method decide a result."""
         return {key: value for key, value in asdict(self).items() if key != "name"}
+
+    def parameters(self) -> dict[str, Any]:
+        """Return the hyper-parameters that were set to something else than their defaults."""
+        own = [field for field in fields(self) if field.name != "name"]
+        values = {field.name: getattr(self, field.name) for field in own}
+        defaults = {
+            field.name: field.default if field.default_factory is MISSING else values[field.name]
+            for field in own
+        }
+        return {key: value for key, value in values.items() if value != defaults[key]}
+
+    @property
+    def title(self) -> str:
+        """The name in capitals and what was set, as in `SSD r=2`."""
+        shown = ", ".join(f"{key}={value}" for key, value in self.parameters().items())
+        return f"{self.name.upper()} {shown}".strip()
+
+    def title_with(self, settings: Mapping[str, Any]) -> str:
+        """Return the title and what `settings`, those in force, make of end-of-row tokens."""
+        end_of_row = settings.get("end_of_row")
+        if end_of_row is None or "end_of_row" in self.parameters():
+            return self.title
+        return f"{self.title} end_of_row={end_of_row}"
 
     def reach(self, grid: TokenGrid) -> dict[str, int]:
         """Return how many columns (horizontal) and rows (vertical) ahead the decoder drafts."""

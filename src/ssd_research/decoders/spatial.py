@@ -72,6 +72,13 @@ class SpatiallySpeculative(Decoder):
         del given["r"], given["operating_point"]
         return given | self.budget
 
+    def parameters(self) -> dict[str, Any]:
+        """Return the budget, as r where v = 1, and what else was set."""
+        budget = self.budget
+        shown = {"r": budget["b"]} if budget["v"] == 1 else budget
+        given = super().parameters().items()
+        return shown | {key: value for key, value in given if key not in ("v", "b", "i", "r")}
+
     def schedule(self, grid: TokenGrid) -> SpatialSchedule:
         """Return the schedule on a grid."""
         budget = self.budget

@@ -1,8 +1,8 @@
 """Finished generate runs with their evaluations, found by run id: the cells of a report."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from PIL import Image
 
 from ssd_research.decoders.base import Decoder
 
-BUDGET = ("v", "b", "i", "r")
 SHARED = ("backbone", "sampling", "seed", "prompts", "images_per_prompt")
 
 
@@ -37,24 +36,9 @@ class Cell:
         return hydra.utils.instantiate(self.config.decoder, _convert_="all")
 
     @property
-    def parameters(self) -> str:
-        """What of the decoder's parameters is not a default, the verification budget always."""
-        budget = getattr(self.decoder, "budget", {})
-        shown = {"r": budget["b"]} if budget.get("v") == 1 else dict(budget)
-        for field in fields(self.decoder):
-            value = getattr(self.decoder, field.name)
-            own = field.name not in (*BUDGET, "name") and not isinstance(value, Mapping)
-            if own and value != field.default:
-                shown[field.name] = value
-        end_of_row = self.meta["identity"].get("decoder", {}).get("end_of_row")
-        if end_of_row is not None:
-            shown["end_of_row"] = end_of_row
-        return ", ".join(f"{key}={value}" for key, value in shown.items())
-
-    @property
     def title(self) -> str:
-        """Return the decoder's name in capitals with its parameters, as in `SSD r=2`."""
-        return f"{self.decoder.name.upper()} {self.parameters}".strip()
+        """Return the decoder's title; that of AR also says what became of end-of-row tokens."""
+        return self.decoder.title_with(self.meta["identity"].get("decoder", {}))
 
     @property
     def source(self) -> str:

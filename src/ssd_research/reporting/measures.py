@@ -4,11 +4,13 @@ Latencies of different devices, dtypes or batch sizes are never put in one colum
 AR's setting, and a cell measured elsewhere prints `n/a` and why.
 """
 
+import json
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from ssd_research.image_rows import acceptance_rate
 from ssd_research.metrics.geneval import TASKS
 from ssd_research.reporting.cells import Cell
 from ssd_research.reporting.tables import Column
@@ -78,7 +80,7 @@ def _own(cell: Cell, setting: str) -> dict[str, Any]:
         "speedup": None,
         "speedup_note": None,
         "setting": cell.setting,
-        "acceptance_rate": acceptance_rate(cell),
+        "acceptance_rate": acceptance_rate(r for i in cell.images for r in json.loads(i["rounds"])),
         **_geneval(cell),
         **_likelihood(cell),
         "generate_run": cell.folder.name,
@@ -98,18 +100,6 @@ def seconds_per_image(cell: Cell) -> float:
     """
     full = [row for row in cell.images if row["batch_size"] == cell.batch_size]
     return statistics.median(row["seconds_total"] / row["batch_size"] for row in full)
-
-
-def acceptance_rate(cell: Cell) -> float | None:
-    """Return accepted / drafted tokens over all images and the rounds of rows drafted vertically.
-
-    Row 0 is left out, as in the paper's Tables 14-16, where the rate is undefined at r = 0.
-    """
-    drafted, accepted = (
-        sum(row[f"{kind}_{stage}"] for row in cell.images for stage in ("base", "incremental"))
-        for kind in ("drafted", "accepted")
-    )
-    return accepted / drafted if drafted else None
 
 
 def _geneval(cell: Cell) -> dict[str, Any]:
