@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 STAGE := $(BIN)/python -m ssd_research
 DEMO := model=tiny name=demo
+RIVALS := mtp,mtp_strict,sjd,mc_sjd,gsd,lantern,zipar,pjd,ssd_exact
 BENCH := prompts=shapes_geneval eval.per_kind=10
 RESULTS := model=tiny name=results prompts=shapes_geneval batch_size=16
 
 .DEFAULT_GOAL := help
-.PHONY: help demo results test test-all lint types format clean
+.PHONY: help demo results decoders test test-all lint types format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +28,7 @@ demo: $(INSTALLED)  ## Distill, train heads, decode with AR and SSD, score, and 
 	$(STAGE).train $(DEMO)
 	$(STAGE).generate $(DEMO) $(BENCH) decoder=ar
 	$(STAGE).generate -m $(DEMO) $(BENCH) decoder=ssd decoder.r=0,1,2,3,4 heads.path=outputs/train/tiny/demo
+	$(STAGE).generate -m $(DEMO) $(BENCH) decoder=$(RIVALS) heads.path=outputs/train/tiny/demo
 	$(STAGE).evaluate $(DEMO) eval.per_kind=10
 	$(STAGE).evaluate $(DEMO) eval=likelihood
 	$(STAGE).report $(DEMO)
@@ -39,6 +41,9 @@ results: $(INSTALLED)  ## Make the README's tables again from the shipped checkp
 	$(STAGE).evaluate $(RESULTS) eval=likelihood
 	$(STAGE).report $(RESULTS) report.readme=true
 	$(STAGE).benchmark model=tiny name=results benchmark.readme=true
+
+decoders: $(INSTALLED)  ## Make the README's table of all decoders again, and that of their exactness
+	$(STAGE).benchmark experiment=decoders benchmark.readme=true
 
 test: $(INSTALLED)  ## Run the fast tests
 	$(BIN)/python -m pytest

@@ -73,6 +73,7 @@ def test_make_help_lists_every_target():
         "help",
         "demo",
         "results",
+        "decoders",
         "test",
         "test-all",
         "lint",
