@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ssd_research.paths import conf_dir
 
+ONE_IMAGE = "one image at a time does not fit: try runtime.dtype=bfloat16, or another device"
 BATCH_OPTIONS = {
     "train": "train.batch_size",
     "benchmark": "benchmark.batch_sizes",
@@ -48,13 +49,16 @@ def out_of_memory(error: BaseException, stage: str, cfg: DictConfig) -> str | No
     on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     if not (isinstance(error, torch.OutOfMemoryError) or on_cpu):
         return None
+    memory = "memory" if on_cpu else "GPU memory"
+    if stage == "check":
+        return f"out of {memory}: {ONE_IMAGE}"
     option = BATCH_OPTIONS.get(stage, "batch_size")
     size = OmegaConf.select(cfg, option)
     sizes = list(size) if OmegaConf.is_list(size) else [size]
     advice = f"lower {option}"
     if max(sizes) == 1:
-        advice = "one image at a time does not fit: try runtime.dtype=bfloat16, or another device"
-    return f"out of {'' if on_cpu else 'GPU '}memory with {option}={size}; {advice}"
+        advice = ONE_IMAGE
+    return f"out of {memory} with {option}={size}; {advice}"
 
 
 def one_line(error: BaseException) -> str:

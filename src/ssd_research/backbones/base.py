@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from ssd_research.backbones.attention import NAME, RasterKV, RasterPass
 from ssd_research.backbones.state import DecodingState
@@ -33,6 +34,22 @@ def fingerprint(*modules: nn.Module) -> str:
         sample = flat[:: max(1, flat.numel() // 512)].to(torch.bfloat16).float().cpu().numpy()
         digest.update(f"{name}{tuple(p.shape)}".encode() + sample.tobytes())
     return digest.hexdigest()[:16]
+
+
+def nearest(codebook: Float[Tensor, "K C"], count: int) -> Int[Tensor, "K n"]:
+    """Return the `count` codes nearest to each code but itself, nearest first, in squared L2.
+
+    Of codes at the same distance the lower number comes first. Only some rows of the K x K
+    distances are held at a time: 64 MB of them.
+    """
+    vectors = codebook.detach().double()
+    squares, codes = vectors.square().sum(-1), torch.arange(len(vectors), device=vectors.device)
+    table = torch.empty(len(vectors), count, dtype=torch.int32, device=vectors.device)
+    for rows in codes.split(max(1, 2**23 // len(vectors))):
+        distance = squares[rows, None] + squares - 2 * vectors[rows] @ vectors.T
+        distance[rows - rows[0], rows] = torch.inf
+        table[rows] = distance.sort(dim=-1, stable=True).indices[:, :count].int()
+    return table
 
 
 class Backbone(ABC):
@@ -225,15 +242,34 @@ class Backbone(ABC):
                     f"{self.name} takes at most {most} before an image"
                 )
 
+    def nearest_codes(self, count: int) -> Int[Tensor, "K n"]:
+        """Return the `count` codes nearest to each code in the codebook, as `nearest` orders them.
+
+        The table is kept, since it takes a while at tens of thousands of codes.
+        """
+        kept = getattr(self, "_nearest", None)
+        if kept is None or kept.shape[1] != count:
+            self._nearest = kept = nearest(self.codebook, count)
+        return kept
+
     # adapter
     code_embeddings: Float[Tensor, "K D"]
     code_embedders: tuple[nn.Module, ...]
     image_head: nn.Module
     image_decoder: nn.Module
+    tokenizer: PreTrainedTokenizerBase
 
     def end_of_row_embedding(self) -> Float[Tensor, "1 1 D"]:
         """Return the embedding of the forced end-of-row token, where the grid has one."""
         raise NotImplementedError(f"{self.name} has no end-of-row token")
+
+    @property
+    def codebook(self) -> Float[Tensor, "K C"]:
+        """The vectors of all codes, as the image decoder looks them up.
+
+        Raises ValueError where the adapter does not say where they are.
+        """
+        raise ValueError(f"{self.name} does not give its codebook, which codes are compared in")
 
     @abstractmethod
     def prompt_ids(self, text: str) -> list[int]:

@@ -8,6 +8,7 @@ and these are attended to, as in the official repository.
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import JanusConfig, JanusForConditionalGeneration, PreTrainedTokenizerBase
@@ -151,6 +152,11 @@ class JanusBackbone(Backbone):
                 f"prompt {text!r}: {self.name} does not know {', '.join(map(repr, words))}; "
                 f"it knows: {' '.join(known)}"
             )
+
+    @property
+    def codebook(self) -> Float[Tensor, "K C"]:
+        """The unit vectors that Janus's VQ decoder looks codes up in."""
+        return F.normalize(self.image_decoder.quantize.embedding.weight, dim=-1)
 
     def decode_pixels(self, codes: Int[Tensor, "B N"]) -> Float[Tensor, "B h w 3"]:
         """Run Janus's VQ decoder."""

@@ -206,7 +206,7 @@ class DecodingState:
         """Feed tokens at image `slots` in one backbone forward, and return their states.
 
         A range serves all images alike; a tensor gives each its own slots, -1 where it has nothing
-        to feed. Codes at end-of-row slots are ignored. `visible` says which of the T = `self.slots`
+        to feed. Codes at end-of-row slots are ignored, and so are those at such `places`. `visible` says which of the T = `self.slots`
         slots of the image each token may see (the prompt it always sees); without it a token sees
         the slots up to its own. `places` are the slots that positions are counted from, if others.
         Where the slot after a token holds a code, its state is stored as that code's `h_pre`.
@@ -215,7 +215,7 @@ class DecodingState:
         if isinstance(slots, range):
             slots = torch.arange(slots.start, slots.stop, device=codes.device)[None]
         with self.timed(phase):
-            embeds = self.backbone.embed_tokens(codes, slots)
+            embeds = self.backbone.embed_tokens(codes, slots if places is None else places)
             plan = self._plan(slots.expand(self.batch, -1), shared, visible, places)
             h = self.backbone.run(embeds.repeat(self.streams // self.batch, 1, 1), plan)
             if shared is not None:
