@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from PIL import Image
 
 from ssd_research import evaluate
+from ssd_research.evaluations.images import image_root
 from ssd_research.metrics.geneval import TASKS
 from ssd_research.metrics.judges.shapes import ShapesDetector
 from ssd_research.paths import conf_dir
@@ -136,7 +137,7 @@ def test_a_finished_run_is_reused_and_a_broken_one_resumed(images, monkeypatch):
     assert store.read_text() == whole
     assert (folder / "scores.json").read_bytes() == first
     # Other pictures or other rules are another run.
-    assert evaluate.run(configure(images, "evaluate.rules.threshold=0.5")) != folder
+    assert evaluate.run(configure(images, "eval.rules.threshold=0.5")) != folder
     picture(specs()[0], 99).save(images / "00000" / "samples" / "0000.png")
     assert evaluate.run(configure(images)) != folder
 
@@ -195,9 +196,9 @@ def test_which_folder_is_evaluated(images, tmp_path):
     images.rename(run / "images")
     (run / "config.yaml").write_text("")
     with pytest.raises(ValueError, match="unfinished run"):
-        evaluate.image_root(str(run))
+        image_root(str(run))
     (run / "DONE").write_text("")
-    assert evaluate.image_root(str(run)) == run / "images"
+    assert image_root(str(run)) == run / "images"
     pq.write_table(pa.table({"path": ["x"] * 25}), run / "images.parquet")
     with pytest.raises(FileNotFoundError, match=r"holds 24 images, images.parquet lists 25"):
         evaluate.run(configure(run, f"output_dir={tmp_path}/outputs"))

@@ -162,9 +162,9 @@ def test_relations_margin_is_an_option():
 def test_other_metadata_is_refused():
     with pytest.raises(ValueError, match="no GenEval metadata"):
         judge({"prompt": "a cat"}, [])
-    with pytest.raises(ValueError, match=r"evaluate\.rules\.threshold=1\.5"):
+    with pytest.raises(ValueError, match=r"eval\.rules\.threshold=1\.5"):
         Rules(threshold=1.5)
-    with pytest.raises(ValueError, match=r"evaluate\.rules\.max_objects=0"):
+    with pytest.raises(ValueError, match=r"eval\.rules\.max_objects=0"):
         Rules(max_objects=0)
 
 

@@ -11,6 +11,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from ssd_research import evaluate
+from ssd_research.evaluations import likelihood as stage
 from ssd_research.metrics import likelihood
 from ssd_research.paths import conf_dir
 from ssd_research.sampling import Sampling
@@ -108,7 +109,7 @@ def finished_run(folder: Path, model, **identity) -> Path:
 
 def test_the_stage_scores_under_the_law_of_the_run(random_backbone, tmp_path, monkeypatch) -> None:
     made = finished_run(tmp_path / "made", random_backbone)
-    monkeypatch.setattr(evaluate, "load_backbone", lambda cfg: random_backbone)
+    monkeypatch.setattr(stage, "load_backbone", lambda cfg: random_backbone)
     with initialize_config_dir(str(conf_dir()), version_base=None):
         overrides = [f"output_dir={tmp_path}", "eval=likelihood", f"evaluate.images={made}"]
         folder = evaluate.run(compose("config", overrides=overrides))

@@ -267,7 +267,7 @@ def with_quality(
                 prompts,
                 torch.cat(codes),
                 sampling=bench.sampling,
-                rules=Rules(**cfg.evaluate.rules),
+                rules=Rules(**OmegaConf.load(conf_dir() / "eval" / "shapes_geneval.yaml").rules),
                 questions=questions,
                 batch_size=batch_size,
             )

@@ -39,9 +39,9 @@ class Rules:
         for name in ("threshold", "counting_threshold"):
             value = getattr(self, name)
             if not 0 <= value < 1:
-                raise ValueError(f"evaluate.rules.{name}={value} must be in [0, 1)")
+                raise ValueError(f"eval.rules.{name}={value} must be in [0, 1)")
         if self.max_objects < 1:
-            raise ValueError(f"evaluate.rules.max_objects={self.max_objects} must be at least 1")
+            raise ValueError(f"eval.rules.max_objects={self.max_objects} must be at least 1")
 
 
 @dataclass(frozen=True)
