@@ -181,12 +181,16 @@ def to_latex(sections: Sequence[Section]) -> str:
 
 def to_html(sections: Sequence[Section]) -> str:
     """Return one HTML page that holds everything, pictures included."""
-    loader = jinja2.FileSystemLoader(TEMPLATES)
-    environment = jinja2.Environment(
-        loader=loader,
+    template = environment().get_template("report.html.j2")
+    return template.render(sections=sections, notes=NOTES)
+
+
+def environment() -> jinja2.Environment:
+    """Return what renders the templates: everything put into a page is escaped."""
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("report.html.j2").render(sections=sections, notes=NOTES)
