@@ -142,9 +142,17 @@ def test_a_finished_run_is_reused_and_a_broken_one_resumed(images, monkeypatch):
     assert evaluate.run(configure(images)) != folder
 
 
-def test_part_of_the_benchmark_says_so(images):
-    scores = scores_of(evaluate.run(configure(images, "eval.per_kind=4")))
+def test_part_of_the_benchmark_is_scored_only_on_request(images):
+    with pytest.raises(FileNotFoundError, match=r"24 of 48 .*00002/samples/0000.*allow_missing"):
+        evaluate.run(configure(images, "eval.per_kind=4"))
+    part = ["eval.per_kind=4", "evaluate.allow_missing=true"]
+    scores = scores_of(evaluate.run(configure(images, *part)))
     assert (scores["n_expected"], scores["n_scored"], scores["coverage"]) == (48, 24, 0.5)
+    # The benchmark's ids, whatever the numbers of the folders.
+    assert len(scores["missing"]) == 24
+    assert scores["missing"][:3] == [
+        f"0000{n}/samples/000{k}.png" for n, k in ((2, 0), (2, 1), (3, 0))
+    ]
 
 
 def test_missing_images_are_one_clear_line(images):
@@ -157,6 +165,12 @@ def test_a_missing_prompt_is_found(images):
     (images / "00004").rename(images.parent / "elsewhere")
     with pytest.raises(FileNotFoundError, match=r"2 of 24 images are missing: 00004/samples/0000"):
         evaluate.run(configure(images))
+    scores = scores_of(evaluate.run(configure(images, "evaluate.allow_missing=true")))
+    assert (scores["n_scored"], scores["missing"]) == (
+        22,
+        ["00004/samples/0000.png", "00004/samples/0001.png"],
+    )
+    assert scores["tasks"]["counting"]["images"] == 2
 
 
 def test_missing_or_broken_metadata(images):
@@ -183,8 +197,17 @@ def test_extra_files_odd_sizes_and_unreadable_images(images):
     Image.new("RGB", (64, 64)).save(samples / "0001.png")
     with pytest.raises(ValueError, match=r"1 of 24 images are not 48x48 .*0001.png is 64x64"):
         evaluate.run(configure(images))
+    whole = (samples / "0000.png").read_bytes()
+    for cut in (30, len(whole) // 2, len(whole) - 20, len(whole) - 5):
+        (samples / "0001.png").write_bytes(whole[:cut])
+        with pytest.raises(ValueError, match=r"0001.png is (damaged or cut short|not a readable)"):
+            evaluate.run(configure(images, "evaluate.allow_missing=true"))
     (samples / "0001.png").write_bytes(b"nothing")
     with pytest.raises(ValueError, match=r"00000/samples/0001.png is not a readable image"):
+        evaluate.run(configure(images))
+    (samples / "0001.png").write_bytes(whole)
+    (samples / "00001.png").write_bytes(whole)
+    with pytest.raises(ValueError, match=r"does not belong here: .* has the same number"):
         evaluate.run(configure(images))
 
 

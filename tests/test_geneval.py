@@ -8,7 +8,9 @@ from ssd_research.metrics.geneval import (
     Detection,
     Rules,
     aggregate,
+    asked_for_colour,
     judge,
+    overlap,
     relations,
 )
 
@@ -79,6 +81,83 @@ def test_colour_is_asked_of_the_most_confident_only():
     assert not judge(need, [thing("cup")]).correct
 
 
+def test_exclude_is_asked_of_any_class_and_of_what_counts_only():
+    line = {**ONE, "exclude": [{"class": "dog", "count": 1}, {"class": "cup", "count": 2}]}
+    assert judge(line, [thing("bench"), thing("cup"), thing("dog", 0.3)]).correct
+    bench, dog, cups = thing("bench"), thing("dog", 0.31), [thing("cup")] * 2
+    assert judge(line, [bench, dog]).reason == "expected dog<1, found 1"
+    # One ban that fails is enough, and all that fail are named, after what is missing.
+    reasons = judge(line, [dog, *cups]).reason.splitlines()
+    assert reasons == [
+        "expected bench>=1, found 0",
+        "expected dog<1, found 1",
+        "expected cup<2, found 2",
+    ]
+
+
+def test_duplicated_clauses_and_detections_change_nothing_but_counts():
+    twice = {"tag": "two_object", "include": [{"class": "cup", "count": 1}] * 2}
+    # Clauses are independent: one cup satisfies both.
+    assert judge(twice, [thing("cup")]).correct
+    # One object detected twice is two objects, as there is no suppression officially ...
+    same = [thing("clock", 0.95), thing("clock", 0.93)]
+    assert judge(CLOCKS, same).correct
+    # ... unless asked for: then the more confident one stands for both.
+    strict = Rules(max_overlap=0.5)
+    assert judge(CLOCKS, same, rules=strict).reason == "expected clock>=2, found 1"
+    apart = [*same, thing("clock", 0.91, x=9)]
+    assert judge(CLOCKS, apart, rules=strict).correct
+    other = [thing("clock"), thing("cup"), thing("clock", x=30)]
+    assert judge(CLOCKS, other, rules=strict).correct
+
+
+@pytest.mark.parametrize(
+    ("x", "iou"),
+    [(0, 1.0), (20, 0.0), (11, 0.0), (10, 1 / 21), (5, 6 / 16)],  # edge pixels included: 11 wide
+)
+def test_overlap_counts_edge_pixels(x, iou):
+    assert overlap(at(0, 0), at(x, 0)) == pytest.approx(iou)
+    assert overlap(at(x, 0), at(0, 0)) == pytest.approx(iou)
+
+
+def test_suppression_is_by_confidence_and_an_iou_of_the_limit_is_too_much():
+    line = {"tag": "single_object", "include": [{"class": "cup", "count": 2}]}
+    chain = [thing("cup", 0.5, x=10), thing("cup", 0.9, x=5), thing("cup", 0.7)]
+    # The middle one overlaps both others, which do not overlap each other by so much.
+    assert not judge(line, chain, rules=Rules(max_overlap=6 / 16)).correct
+    assert judge(line, chain, rules=Rules(max_overlap=6 / 16 + 1e-9)).correct
+    keep_ends = [thing("cup", 0.9, x=10), thing("cup", 0.5, x=5), thing("cup", 0.7)]
+    assert judge(line, keep_ends, rules=Rules(max_overlap=6 / 16)).correct
+
+
+def test_colours_asked_for_are_those_of_the_most_confident_whatever_the_threshold():
+    need = {
+        "tag": "color_attr",
+        "include": [
+            {"class": "cup", "count": 1, "color": "red"},
+            {"class": "dog", "count": 2, "color": "black"},
+            {"class": "cat", "count": 1},
+        ],
+    }
+    cups = [thing("cup", 0.1), thing("cup", 0.2)]
+    dogs = [thing("dog", score) for score in (0.9, 0.05, 0.4)]
+    found = [*cups, *dogs, thing("cat"), thing("bus")]
+    assert asked_for_colour(need, found) == [cups[1], dogs[0], dogs[2]]
+    assert asked_for_colour(need, []) == []
+    assert asked_for_colour(ONE, [thing("bench")]) == []
+    # What suppression would take away is not asked, but the next one is.
+    near = [thing("dog", 0.9), thing("dog", 0.8), thing("dog", 0.7, x=30)]
+    assert asked_for_colour(need, near, rules=Rules(max_overlap=0.5)) == [near[0], near[2]]
+
+
+def test_a_colour_must_be_that_of_as_many_as_counted():
+    need = {"tag": "colors", "include": [{"class": "cup", "count": 2, "color": "red"}]}
+    red, blue = thing("cup", 0.8, colour="red"), thing("cup", 0.9, colour="blue")
+    assert judge(need, [red, red]).correct
+    assert judge(need, [red, blue]).reason == "expected red cup>=2, found 1 red; and 1 blue, 1 red"
+    assert judge(need, [red]).reason == "expected cup>=2, found 1"
+
+
 def test_colour_attribution_needs_both():
     need = {
         "tag": "color_attr",
@@ -117,6 +196,52 @@ def test_position_must_hold_for_every_pair():
     cups = [thing("cup"), thing("cup", x=20)]
     assert judge(need, [*cups, thing("dog", x=10, y=40)]).correct
     assert not judge(need, [*cups, thing("dog", x=90, y=40)]).correct
+
+
+def test_position_needs_the_target_to_have_its_colour():
+    need = {
+        "tag": "position",
+        "include": [
+            {"class": "cup", "count": 1, "color": "red"},
+            {"class": "dog", "count": 1, "position": ["below", 0]},
+            {"class": "cat", "count": 1, "position": ["left of", 1]},
+        ],
+    }
+    dog, cat = thing("dog", y=40), thing("cat", x=-40, y=40)
+    assert judge(need, [thing("cup", colour="red"), dog, cat]).correct
+    # A clause that failed is no target: the failure goes on to what refers to it.
+    assert judge(need, [thing("cup", colour="blue"), dog, cat]).reason.splitlines()[1:] == [
+        "no target for dog to be below",
+        "no target for cat to be left of",
+    ]
+
+
+def test_one_subject_in_the_wrong_place_names_the_first_pair_only():
+    need = {
+        "tag": "position",
+        "include": [
+            {"class": "cup", "count": 1},
+            {"class": "dog", "count": 2, "position": ["above", 0]},
+        ],
+    }
+    dogs = [thing("dog", 0.9, y=40), thing("dog", 0.8, x=40)]
+    reason = judge(need, [thing("cup"), *dogs]).reason
+    assert reason == "expected dog above target, found below target"
+    # At the same place there is no relation at all.
+    here = judge(need, [thing("cup"), thing("dog", 0.9), thing("dog", 0.8, y=-40)])
+    assert here.reason == "expected dog above target, found  target"
+
+
+def test_position_margin_grows_with_both_sizes():
+    small, large = at(0, 0, size=10), at(30, 0, size=10)
+    assert relations(large, small) == {"right of"}
+    # (30 - 0.1 * (10 + 60)) / 30 = 0.77, (30 - 0.1 * (60 + 100)) / 30 = 0.47
+    assert relations(at(30, 0, size=60), small) == {"right of"}
+    assert relations(at(30, 0, size=60), at(0, 0, size=100)) == set()
+    # Each axis has the margin of its own sizes: wide boxes, little height.
+    wide = (-50.0, -2.0, 50.0, 2.0)
+    assert relations((-50.0, 6.0, 50.0, 10.0), wide) == {"below"}
+    assert relations((-42.0, -2.0, 58.0, 2.0), wide) == set()
 
 
 def test_position_is_not_asked_of_a_wrong_colour():
@@ -166,6 +291,10 @@ def test_other_metadata_is_refused():
         Rules(threshold=1.5)
     with pytest.raises(ValueError, match=r"eval\.rules\.max_objects=0"):
         Rules(max_objects=0)
+    with pytest.raises(ValueError, match=r"eval\.rules\.max_overlap=0\.0 must be in \(0, 1\]"):
+        Rules(max_overlap=0.0)
+    with pytest.raises(ValueError, match=r"eval\.rules\.position_threshold=-0\.1"):
+        Rules(position_threshold=-0.1)
 
 
 def test_overall_is_the_unweighted_mean_of_six_tasks():

@@ -1,55 +1,68 @@
 """GenEval: detect, judge and score a folder of images in the official layout.
 
-Detections are stored before anything is scored: a resumed run repeats none of them, and every
-verdict can be traced to what the judge saw.
+Detections are stored before anything is scored: a resumed run repeats none of them, other rules
+need no detector, and every verdict can be traced to what the judge saw.
 """
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import hydra
 import numpy as np
+from jaxtyping import UInt8
 from omegaconf import DictConfig
-from PIL import Image
+from PIL import Image, ImageOps
 
 from ssd_research.evaluations.images import image_root, refuse_short_run, write_rows
 from ssd_research.metrics import geneval
-from ssd_research.metrics.geneval import Detection, Rules, Verdict
+from ssd_research.metrics.detections import Record, stored
+from ssd_research.metrics.geneval import Detection, Rules, Verdict, counted
+from ssd_research.metrics.geneval_coverage import Coverage, cover
 from ssd_research.metrics.geneval_folder import Sample, read_samples
-from ssd_research.metrics.judges import Detector
+from ssd_research.metrics.judges.geneval import GenEvalJudge
+from ssd_research.prompts import Prompt, list_digest, load_prompts
+from ssd_research.prompts.sources import GENERATED, find_path
 from ssd_research.runs import open_run, run_id, write_atomic
+from ssd_research.workload import progress
 
 log = logging.getLogger(__name__)
 
+STORE = "detections.jsonl"
+
 
 def run(cfg: DictConfig, images: str) -> Path:
-    """Detect, judge and score a folder of images under GenEval's rules (`eval=shapes_geneval`)."""
+    """Detect, judge and score a folder of images (`eval=geneval`, `eval=shapes_geneval`)."""
     root = image_root(images)
+    prompts = benchmark(cfg)
     samples = read_samples(root)
-    refuse_short_run(root, len(samples))
-    detector: Detector = hydra.utils.instantiate(cfg.eval.detector)
-    rules = Rules(**cfg.eval.rules)
-    stage = open_run(cfg, "evaluate", _identity(cfg, samples, detector, rules))
+    coverage = cover(samples, prompts, images_per_prompt=cfg.eval.images_per_prompt)
+    if not cfg.evaluate.allow_missing:
+        coverage.require_whole(root)
+        refuse_short_run(root, len(samples))
+    judge = load_judge(cfg)
+    stage = open_run(cfg, "evaluate", _identity(cfg, samples, judge, prompts))
     if stage.done:
         return stage.folder
-    found = detect(samples, detector, root=root, store=stage.folder / "detections.jsonl")
-    verdicts = [geneval.judge(s.metadata, found[s.path], rules=rules) for s in samples]
-    write_per_image(samples, verdicts, found, path=stage.folder / "per_image.parquet")
-    expected = 6 * cfg.eval.per_kind * (1 + max(s.image_index for s in samples))
+    found = detect(samples, judge, root=root, store=stage.folder / STORE)
+    verdicts = [geneval.judge(s.metadata, found[s.path], rules=judge.rules) for s in samples]
+    rows = per_image(samples, verdicts, found, coverage=coverage, rules=judge.rules)
+    write_rows(rows, path=stage.folder / "per_image.parquet")
     scores = {
         "benchmark": cfg.eval.name,
         "version": geneval.VERSION,
-        "judge": f"{detector.name} {detector.version}",
-        "rules": asdict(rules),
+        **describe(judge),
         "images": str(root),
-        "n_expected": expected,
+        "n_expected": coverage.expected,
         "n_scored": len(samples),
-        "coverage": len(samples) / expected,
+        "coverage": len(samples) / coverage.expected,
+        "missing": list(coverage.missing),
         "higher_is_better": True,
+        "bootstrap": cfg.evaluate.bootstrap,
+        "seed": cfg.seed,
         **score(samples, verdicts, bootstrap=cfg.evaluate.bootstrap, seed=cfg.seed),
     }
     write_atomic(stage.folder / "scores.json", json.dumps(scores, indent=2) + "\n")
@@ -57,55 +70,106 @@ def run(cfg: DictConfig, images: str) -> Path:
     return stage.finish({"n_scored": len(samples), "overall": scores["overall"]})
 
 
+def benchmark(cfg: DictConfig) -> list[Prompt]:
+    """Return the benchmark's prompts with their metadata.
+
+    Raises:
+        ValueError: if `eval.prompts` is not a file in the format of GenEval's metadata.
+    """
+    source = cfg.eval.prompts
+    hint = f"eval={cfg.eval.name} needs prompts=<GenEval's evaluation_metadata.jsonl>"
+    if source not in GENERATED and not (isinstance(source, str) and find_path(source)):
+        raise ValueError(f"{hint}; prompts={source} is no file")
+    prompts = load_prompts(source, {"per_kind": cfg.eval.get("per_kind")})
+    bare = [p.text for p in prompts if p.metadata is None]
+    if bare:
+        raise ValueError(
+            f"{hint}; {len(bare)} prompts of {source} have no keys tag and include, "
+            f"the first {bare[0]!r}"
+        )
+    return prompts
+
+
+def load_judge(cfg: DictConfig) -> GenEvalJudge:
+    """Return the detector, colour classifier and rules; no model is loaded before it is used."""
+    return GenEvalJudge(
+        hydra.utils.instantiate(cfg.eval.detector),
+        hydra.utils.instantiate(cfg.eval.colours),
+        Rules(**cfg.eval.rules),
+    )
+
+
 def _identity(
-    cfg: DictConfig, samples: Sequence[Sample], detector: Detector, rules: Rules
+    cfg: DictConfig, samples: Sequence[Sample], judge: GenEvalJudge, prompts: Sequence[Prompt]
 ) -> dict[str, Any]:
     """Return what can change the scores: the images themselves, the judge, the rules, the draws."""
     return {
         "images": run_id({s.path: [s.sha256, s.metadata] for s in samples}),
-        "judge": [detector.name, detector.version],
-        "rules": asdict(rules),
+        "judge": judge.label,
+        "rules": asdict(judge.rules),
         "metric": ["geneval", geneval.VERSION],
-        "benchmark": [cfg.eval.name, cfg.eval.per_kind],
+        "benchmark": [cfg.eval.name, list_digest(prompts), cfg.eval.images_per_prompt],
         "bootstrap": [cfg.evaluate.bootstrap, cfg.seed],
     }
 
 
 def detect(
-    samples: Sequence[Sample], detector: Detector, *, root: Path, store: Path
+    samples: Sequence[Sample], judge: GenEvalJudge, *, root: Path, store: Path
 ) -> dict[str, list[Detection]]:
-    """Return the detections of every sample by path, adding those that `store` lacks to it."""
-    found = dict(_stored(store, samples))
-    if found:
-        log.info("%d of %d images have stored detections", len(found), len(samples))
+    """Return the detections of every sample by path, adding those that `store` lacks to it.
+
+    What other runs beside this one stored of the same images and judge is taken over from them.
+    """
+    known = _known(samples, judge, store)
+    if known:
+        log.info("%d of %d images have stored detections", len(known), len(samples))
     # A line that an interruption cut short must not be continued: keep whole lines only.
-    write_atomic(store, "".join(_line(s, found[s.path]) for s in samples if s.path in found))
-    with store.open("a", encoding="utf-8") as file:
-        for sample in samples:
-            if sample.path not in found:
-                with Image.open(root / sample.path) as image:
-                    found[sample.path] = detector.detect(np.asarray(image.convert("RGB")))
-                file.write(_line(sample, found[sample.path]))
-                file.flush()
-    return found
+    write_atomic(store, "".join(known[s.path].line() for s in samples if s.path in known))
+    todo = [s for s in samples if s.path not in known]
+    judge.warm_up([s.metadata for s in todo])
+    bar = progress("evaluate", total=len(samples), done=len(known))
+    with store.open("a", encoding="utf-8") as file, bar:
+        for sample in todo:
+            record = judge.look(open_image(root, sample.path), sample)
+            known[sample.path] = record
+            file.write(record.line())
+            file.flush()
+            bar.update()
+    return {s.path: list(known[s.path].detections) for s in samples}
 
 
-def _line(sample: Sample, detections: Sequence[Detection]) -> str:
-    record = {"path": sample.path, "sha256": sample.sha256}
-    return json.dumps({**record, "detections": [asdict(d) for d in detections]}) + "\n"
+def _known(samples: Sequence[Sample], judge: GenEvalJudge, store: Path) -> dict[str, Record]:
+    """Return the stored records of samples by path, this run's own before those of others."""
+    others = sorted(set(store.parent.parent.glob(f"*/{STORE}")) - {store})
+    known: dict[str, Record] = {}
+    for sample, record in stored(
+        [store, *others], samples, judge=judge.label, floor=judge.detector.floor
+    ):
+        if sample.path not in known and judge.settled(sample.metadata, record.detections):
+            known[sample.path] = record
+    return known
 
 
-def _stored(store: Path, samples: Sequence[Sample]) -> Iterator[tuple[str, list[Detection]]]:
-    """Yield the stored detections of those samples whose file is still the same."""
-    wanted = {s.path: s.sha256 for s in samples}
-    for line in store.read_text(encoding="utf-8").splitlines() if store.exists() else ():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if wanted.get(record["path"]) == record["sha256"]:
-            rows = [{**d, "box": tuple(d["box"])} for d in record["detections"]]
-            yield record["path"], [Detection(**row) for row in rows]
+def open_image(root: Path, path: str) -> UInt8[np.ndarray, "h w 3"]:
+    """Return a sample's picture; ValueError if it cannot be decoded."""
+    try:
+        with Image.open(root / path) as image:
+            return np.array(ImageOps.exif_transpose(image).convert("RGB"))
+    except OSError as error:
+        raise ValueError(f"{path} is damaged or cut short ({error})") from error
+
+
+def describe(judge: GenEvalJudge) -> dict[str, Any]:
+    """Return what scores say of the judge."""
+    colours = judge.colours
+    return {
+        "judge": judge.label,
+        "detector": judge.detector.name,
+        "detector_version": judge.detector.version,
+        "colours": colours and colours.name,
+        "colours_version": colours and colours.version,
+        "rules": asdict(judge.rules),
+    }
 
 
 def score(
@@ -121,29 +185,38 @@ def score(
     )
 
 
-def write_per_image(
+def per_image(
     samples: Sequence[Sample],
     verdicts: Sequence[Verdict],
     found: Mapping[str, Sequence[Detection]],
     *,
-    path: Path,
-) -> None:
-    """Write one row per image: the official scorer's columns and the two indices."""
-    rows = [
+    coverage: Coverage,
+    rules: Rules,
+) -> list[dict[str, Any]]:
+    """Return one row per image: the official scorer's columns, the indices and the prompt's id.
+
+    `details` has, as officially, the boxes and scores of all that counted, by class.
+    """
+    return [
         {
             "prompt_index": s.prompt_index,
             "image_index": s.image_index,
+            "prompt_id": coverage.prompt_ids[s.prompt_index],
             "filename": s.path,
             "tag": s.metadata["tag"],
             "prompt": s.metadata["prompt"],
             "correct": v.correct,
             "reason": v.reason,
             "metadata": json.dumps(s.metadata),
-            "details": json.dumps([asdict(d) for d in found[s.path]]),
+            "details": json.dumps(
+                {
+                    label: [[*d.box, d.score] for d in group]
+                    for label, group in counted(s.metadata, found[s.path], rules=rules).items()
+                }
+            ),
         }
         for s, v in zip(samples, verdicts, strict=True)
     ]
-    write_rows(rows, path=path)
 
 
 def _say(scores: Mapping[str, Any]) -> None:
@@ -157,4 +230,4 @@ def _say(scores: Mapping[str, Any]) -> None:
         tasks,
     )
     if scores["coverage"] != 1:
-        log.warning("%(n_scored)d images scored, the benchmark has %(n_expected)d", scores)
+        log.warning("only %(n_scored)d of %(n_expected)d images of the benchmark scored", scores)

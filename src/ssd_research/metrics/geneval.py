@@ -6,10 +6,11 @@ detector and the colour classifier are left to a judge, which supplies label, sc
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from jaxtyping import Bool
 
 VERSION = "1"
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
@@ -18,22 +19,31 @@ Box = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class Detection:
-    """One detected object: box (x1, y1, x2, y2) in pixels, y down; colour None if not known."""
+    """One detected object: box (x1, y1, x2, y2) in pixels, y down; colour None if not known.
+
+    The mask serves a colour classifier; the rules never look at it and no file holds it.
+    """
 
     label: str
     score: float
     box: Box
     colour: str | None = None
+    mask: Bool[np.ndarray, "h w"] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The official script's options: detections count when their score is above the threshold."""
+    """The official script's options: detections count when their score is above the threshold.
+
+    Of two objects of a class whose boxes overlap by an IoU of `max_overlap` or more, the less
+    confident one does not count; at 1, the official value, every object does.
+    """
 
     threshold: float = 0.3
     counting_threshold: float = 0.9
     max_objects: int = 16
     position_threshold: float = 0.1
+    max_overlap: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("threshold", "counting_threshold"):
@@ -42,6 +52,12 @@ class Rules:
                 raise ValueError(f"eval.rules.{name}={value} must be in [0, 1)")
         if self.max_objects < 1:
             raise ValueError(f"eval.rules.max_objects={self.max_objects} must be at least 1")
+        if self.position_threshold < 0:
+            raise ValueError(
+                f"eval.rules.position_threshold={self.position_threshold} must be at least 0"
+            )
+        if not 0 < self.max_overlap <= 1:
+            raise ValueError(f"eval.rules.max_overlap={self.max_overlap} must be in (0, 1]")
 
 
 @dataclass(frozen=True)
@@ -63,7 +79,7 @@ def judge(
     if "tag" not in metadata or "include" not in metadata:
         raise ValueError("the prompt has no GenEval metadata (keys tag and include)")
     rules = rules or Rules()
-    objects = _by_label(detections, metadata["tag"], rules)
+    objects = counted(metadata, detections, rules=rules)
     reasons: list[str] = []
     groups: list[list[Detection] | None] = []
     for need in metadata["include"]:
@@ -78,17 +94,57 @@ def judge(
     return Verdict(not reasons, "\n".join(reasons))
 
 
-def _by_label(
-    detections: Sequence[Detection], tag: str, rules: Rules
+def counted(
+    metadata: Mapping[str, Any], detections: Sequence[Detection], *, rules: Rules | None = None
 ) -> dict[str, list[Detection]]:
-    """Group the detections above the tag's threshold by label, most confident first."""
-    threshold = rules.counting_threshold if tag == "counting" else rules.threshold
+    """Return the detections that count for an image by label, most confident first."""
+    rules = rules or Rules()
+    counting = metadata["tag"] == "counting"
+    return _by_label(detections, rules.counting_threshold if counting else rules.threshold, rules)
+
+
+def asked_for_colour(
+    metadata: Mapping[str, Any], detections: Sequence[Detection], *, rules: Rules | None = None
+) -> list[Detection]:
+    """Return the detections whose colour the rules can ask for, whatever their thresholds.
+
+    These are the `count` most confident of each class that must have a colour.
+    """
+    needs = [need for need in metadata["include"] if need.get("color") is not None]
+    objects = _by_label(detections, 0.0, rules or Rules()) if needs else {}
+    return [d for need in needs for d in objects.get(need["class"], [])[: need["count"]]]
+
+
+def _by_label(
+    detections: Sequence[Detection], threshold: float, rules: Rules
+) -> dict[str, list[Detection]]:
+    """Group the detections above a threshold by label, most confident first."""
     objects: dict[str, list[Detection]] = {}
     for d in sorted(detections, key=lambda d: -d.score):
         group = objects.setdefault(d.label, [])
         if d.score > threshold and len(group) < rules.max_objects:
             group.append(d)
-    return objects
+    return {label: _distinct(group, rules.max_overlap) for label, group in objects.items() if group}
+
+
+def _distinct(group: Sequence[Detection], max_overlap: float) -> list[Detection]:
+    """Return the objects that overlap too little with every more confident one that is kept."""
+    kept: list[Detection] = []
+    for d in group:
+        if max_overlap == 1 or all(overlap(d.box, other.box) < max_overlap for other in kept):
+            kept.append(d)
+    return kept
+
+
+def overlap(a: Box, b: Box) -> float:
+    """Return the IoU of two boxes as the official script measures it, edge pixels included."""
+    common = _area((max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3])))
+    union = _area(a) + _area(b) - common
+    return common / union if union else 0.0
+
+
+def _area(box: Box) -> float:
+    return max(box[2] - box[0] + 1, 0) * max(box[3] - box[1] + 1, 0)
 
 
 def _shortfall(need: Mapping[str, Any], found: Sequence[Detection]) -> str | None:

@@ -4,7 +4,6 @@ import hashlib
 import io
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,71 +23,51 @@ class Sample:
 
 
 def read_samples(root: Path) -> list[Sample]:
-    """Return the samples of a folder, in order, after checking that it is whole.
+    """Return the samples of a folder, in order, after checking that each is fit to be scored.
 
-    Whole means: prompt folders numbered from 0 without a gap, the same number of images in each,
-    numbered likewise, one line of metadata each, and every image of the same size. The official
-    scorer skips what is missing without a word.
+    Every prompt folder must hold one line of GenEval metadata, and every image must be whole and of
+    the same size. What is missing is for `geneval_coverage` to say: the official scorer skips it
+    without a word.
 
     Raises:
-        FileNotFoundError: if a prompt, image or metadata file is missing.
-        ValueError: if there is an extra file, an unreadable image, one of another size, or metadata
-            that is not GenEval's.
+        FileNotFoundError: if there is no image at all, or a metadata file is missing.
+        ValueError: if there is an extra file, a broken image, one of another size, or metadata that
+            is not GenEval's.
     """
-    folders = _numbered(root, root, suffix="", digits=5)
-    images = [_numbered(root, f / "samples", suffix=".png", digits=4) for f in folders]
-    most = max(map(len, images))
-    _refuse_gaps(root, folders, images, most)
     samples, sizes = [], {}
-    for p, (folder, paths) in enumerate(zip(folders, images, strict=True)):
+    for folder in _numbered(root, root, suffix="", digits=5):
         metadata = _read_metadata(folder / "metadata.jsonl")
-        for k, path in enumerate(paths):
+        for path in _numbered(root, folder / "samples", suffix=".png", digits=4):
             content = path.read_bytes()
             name = str(path.relative_to(root))
             sizes[name] = _size(content, name)
-            samples.append(Sample(p, k, name, hashlib.sha256(content).hexdigest(), metadata))
+            digest = hashlib.sha256(content).hexdigest()
+            samples.append(Sample(int(folder.name), int(path.stem), name, digest, metadata))
+    if not samples:
+        raise FileNotFoundError(f"{root} holds no images (expected 00000/samples/0000.png, ...)")
     _refuse_odd_sizes(sizes)
     return samples
 
 
 def _numbered(root: Path, folder: Path, *, suffix: str, digits: int) -> list[Path]:
     """Return the numbered entries of a folder by number, hidden ones left out."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}")
-    found = sorted(p for p in folder.iterdir() if not p.name.startswith("."))
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    named: dict[int, Path] = {}
     for path in found:
+        if path.name.startswith("."):
+            continue
         number = path.name.removesuffix(suffix) if suffix else path.name
-        if not (path.name.endswith(suffix) and number.isdigit() and len(number) >= digits):
+        if not (path.name.endswith(suffix) and number.isdecimal() and len(number) >= digits):
             shape = "0" * digits + suffix
             raise ValueError(
                 f"{path.relative_to(root)} does not belong here: expected {shape}, ..."
             )
-    if not found:
-        raise FileNotFoundError(f"{folder} is empty")
-    return sorted(found, key=lambda p: int(p.name.removesuffix(suffix) if suffix else p.name))
-
-
-def _refuse_gaps(
-    root: Path, folders: Sequence[Path], images: Sequence[Sequence[Path]], most: int
-) -> None:
-    """Raise FileNotFoundError naming the first missing paths, if any prompt or image is missing."""
-    last = int(folders[-1].name)
-    have = {
-        int(f.name): {int(p.stem) for p in paths} for f, paths in zip(folders, images, strict=True)
-    }
-    most = max(most, 1 + max(max(numbers) for numbers in have.values()))
-    missing = [
-        f"{p:05d}/samples/{k:04d}.png"
-        for p in range(last + 1)
-        for k in range(most)
-        if k not in have.get(p, set())
-    ]
-    if missing:
-        listed = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        expected = (last + 1) * most
-        raise FileNotFoundError(
-            f"{root}: {len(missing)} of {expected} images are missing: {listed}"
-        )
+        twin = named.setdefault(int(number), path)
+        if twin != path:
+            raise ValueError(
+                f"{path.relative_to(root)} does not belong here: {twin.name} has the same number"
+            )
+    return [named[number] for number in sorted(named)]
 
 
 def _read_metadata(path: Path) -> dict[str, Any]:
@@ -105,11 +84,16 @@ def _read_metadata(path: Path) -> dict[str, Any]:
 
 
 def _size(content: bytes, name: str) -> tuple[int, int]:
+    """Return (width, height) of a PNG whose every chunk is there and unharmed."""
     try:
-        with Image.open(io.BytesIO(content)) as image:
-            return image.size
+        with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
+            size = image.size
+            image.verify()
     except UnidentifiedImageError as error:
-        raise ValueError(f"{name} is not a readable image") from error
+        raise ValueError(f"{name} is not a readable image (PNG)") from error
+    except (OSError, SyntaxError) as error:
+        raise ValueError(f"{name} is damaged or cut short ({error})") from error
+    return size
 
 
 def _refuse_odd_sizes(sizes: dict[str, tuple[int, int]]) -> None:

@@ -14,8 +14,9 @@ _FLAGS = re.compile(
     r"(?:^|\s)(?:--[a-zA-Z]|—(?:ar|aspect|v|q|s|no|c|niji|seed|stylize)\b).*$", re.S
 )
 
-_LEAST = {"limit": 1, "seed": 0, "holdout": 0, "per_kind": 1, "min_words": 1, "max_words": 1}
-_OPTIONAL = ("limit", "id_column", "revision", "per_kind", "max_words")
+_LEAST = {"limit": 1, "seed": 0, "holdout": 0, "per_kind": 1, "caption_seed": 0}
+_LEAST |= {"min_words": 1, "max_words": 1}
+_OPTIONAL = ("limit", "id_column", "revision", "per_kind", "max_words", "caption_seed")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Selection:
     split: str = "train"
     revision: str | None = None
     per_kind: int | None = None
+    caption_seed: int | None = None
     min_words: int = 1
     max_words: int | None = None
     strip_flags: bool = True

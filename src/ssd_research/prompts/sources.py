@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ssd_research.paths import resolve_path
+from ssd_research.prompts import coco
 from ssd_research.prompts.files import FILES, Columns, Row, read_path
 from ssd_research.prompts.selection import Selection
 from ssd_research.shapes import benchmark
@@ -48,6 +49,8 @@ def read_source(source: Any, selection: Selection) -> tuple[Iterable[Row], str |
     if not isinstance(source, str) or not source.strip():
         raise ValueError(f"prompts={source} must be {ACCEPTED}")
     path = find_path(source)
+    if path is not None and coco.is_caption_file(path):
+        return coco.rows(path, seed=selection.caption_seed), None
     if path is not None:
         return read_path(path, columns), None
     if source in GENERATED:

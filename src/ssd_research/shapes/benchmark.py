@@ -48,6 +48,11 @@ def geneval_metadata(*, per_kind: int = 60, seed: int = 0) -> list[dict[str, Any
     ]
 
 
+def geneval_specs(*, per_kind: int = 60, seed: int = 0) -> list[Spec]:
+    """Return what the prompts of `geneval_metadata` ask for, in the same order."""
+    return [spec for kind in GENEVAL_KINDS for spec, _ in _draw(kind, per_kind, seed)]
+
+
 def metadata(spec: Spec, *, prefix: bool = True) -> dict[str, Any]:
     """Return the official metadata of a spec of one of the six GenEval kinds.
 

@@ -1,6 +1,7 @@
 """Judges: what looks at images, behind the small protocols that the metrics are written against."""
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import UInt8
@@ -9,11 +10,29 @@ from ssd_research.metrics.geneval import Detection
 
 
 class Detector(Protocol):
-    """Finds labelled objects in a picture; `name` and `version` go into every result."""
+    """Finds labelled objects in a picture; `name` and `version` go into every result.
+
+    What scores at most `floor` is never reported.
+    """
+
+    name: str
+    version: str
+    floor: float
+
+    def detect(self, image: UInt8[np.ndarray, "h w 3"]) -> list[Detection]:
+        """Return the objects of an 8-bit RGB picture: boxes, scores, and colours or masks."""
+        ...
+
+
+@runtime_checkable
+class ColourClassifier(Protocol):
+    """Names colours of detected objects; `name` and `version` go into every result."""
 
     name: str
     version: str
 
-    def detect(self, image: UInt8[np.ndarray, "h w 3"]) -> list[Detection]:
-        """Return the objects of an 8-bit RGB picture with their boxes, scores and colours."""
+    def classify(
+        self, image: UInt8[np.ndarray, "h w 3"], objects: Sequence[Detection]
+    ) -> list[str]:
+        """Return the colour of each object, all of one label, by its mask or its box alone."""
         ...

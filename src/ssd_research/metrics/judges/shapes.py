@@ -15,6 +15,7 @@ class ShapesDetector:
 
     name: str = "shapes-parser"
     version: str = parser.VERSION
+    floor: float = 0.0
 
     def detect(self, image: UInt8[np.ndarray, "h w 3"]) -> list[Detection]:
         """Return every object above speck size, best score first; ValueError if not square."""
