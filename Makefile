@@ -10,7 +10,7 @@ BENCH := prompts=shapes_geneval eval.per_kind=10
 RESULTS := model=tiny name=results prompts=shapes_geneval batch_size=16
 
 .DEFAULT_GOAL := help
-.PHONY: help demo results decoders test test-all lint types format clean
+.PHONY: help demo results decoders exactness test test-all lint types format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ results: $(INSTALLED)  ## Make the README's tables again from the shipped checkp
 
 decoders: $(INSTALLED)  ## Make the README's table of all decoders again, and that of their exactness
 	$(STAGE).benchmark experiment=decoders benchmark.readme=true
+
+exactness: $(INSTALLED)  ## Make the table of every decoder's exact distance from autoregressive sampling again
+	$(BIN)/python tests/exactness_table.py
 
 test: $(INSTALLED)  ## Run the fast tests
 	$(BIN)/python -m pytest

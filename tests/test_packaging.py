@@ -10,8 +10,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
 
 import ssd_research
+from ssd_research.grid import TokenGrid
 from ssd_research.paths import conf_dir, resolve_path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,7 +76,9 @@ def test_make_help_lists_every_target():
         "help",
         "demo",
         "results",
+        "exactness",
         "decoders",
+        "exactness",
         "test",
         "test-all",
         "lint",
@@ -133,3 +138,22 @@ def test_wheel_finds_its_configuration_without_the_clone(tmp_path):
     assert found == [str(package / "conf"), str(package / "checkpoints" / "tiny")]
     packaged = {p.relative_to(package) for p in (package / "conf").rglob("*.yaml")}
     assert packaged == {p.relative_to(ROOT) for p in (ROOT / "conf").rglob("*.yaml")}
+
+
+def test_readme_matrix_names_every_decoder_and_its_law():
+    """The matrix is text; this keeps its names, laws and defaults those of the code."""
+    text = re.search(r"<!-- matrix:begin -->(.*?)<!-- matrix:end -->", _readme(), re.DOTALL)
+    rows = [line.split(" | ") for line in text.group(1).strip().splitlines()[2:]]
+    named = {row[0].strip("| `"): row for row in rows}
+    assert sorted(named) == sorted(p.stem for p in (ROOT / "conf" / "decoder").glob("*.yaml"))
+    models = ("tiny", "janus_pro", "lumina_mgpt", "emu3")
+    for name, row in named.items():
+        for model, shown in zip(models, row[4:], strict=True):
+            with initialize_config_dir(str(conf_dir()), version_base=None):
+                cfg = compose("config", [f"model={model}", f"decoder={name}"])
+            decoder = instantiate(cfg.decoder, _convert_="all")
+            assert row[2].startswith("lossless" if decoder.lossless else "lossy"), name
+            settings = {**vars(decoder), **decoder.settings(TokenGrid(90, 90))}
+            for key, value in re.findall(r"(\w+)=(\d+)", shown):
+                key = "b" if key == "r" else key
+                assert settings[key] == int(value), (name, model, key)

@@ -24,8 +24,8 @@ from rich.table import Table
 
 from ssd_research.backbones.base import Backbone
 from ssd_research.decoders.base import Decoder
+from ssd_research.eagle import Drafter
 from ssd_research.grid import TokenGrid
-from ssd_research.heads import DraftHeads
 from ssd_research.image_rows import (
     acceptance_rate,
     image_path,
@@ -58,7 +58,7 @@ class Painter:
 
     decoder: Decoder
     backbone: Backbone
-    heads: DraftHeads | None
+    heads: Drafter | None
     sampling: Sampling
     seed: int
 

@@ -6,8 +6,9 @@ that predicts the code at (y, x) and `e(y, x)` embeds that code. Heads know noth
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,20 @@ Axis = Literal["horizontal", "vertical"]
 WEIGHTS, PROVENANCE = "heads.safetensors", "heads.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 INITIALISATIONS = ("linear", "identity", "torch")
+KINDS = {"spatial": "spatial draft heads", "eagle": "an EAGLE drafter"}  # of `heads=`
+NEEDED = {
+    "spatial": ("horizontal", "vertical"),
+    "eagle": ("heads", "kv_heads", "intermediate_size"),
+}
+
+
+def check_initialisation(initialisation: str) -> None:
+    """Raise ValueError for an initialisation that does not exist."""
+    if initialisation not in INITIALISATIONS:
+        raise ValueError(
+            f"train.initialisation must be one of {', '.join(INITIALISATIONS)}, "
+            f"not {initialisation!r}"
+        )
 
 
 class SpatialDraftHead(nn.Module):
@@ -35,11 +50,7 @@ class SpatialDraftHead(nn.Module):
 
     def __init__(self, hidden_size: int, *, initialisation: str = "linear") -> None:
         super().__init__()
-        if initialisation not in INITIALISATIONS:
-            raise ValueError(
-                f"train.initialisation must be one of {', '.join(INITIALISATIONS)}, "
-                f"not {initialisation!r}"
-            )
+        check_initialisation(initialisation)
         d = hidden_size
         self.project = nn.Linear(2 * d, d, bias=False)
         self.norm = nn.RMSNorm(d, eps=1e-6)
@@ -93,8 +104,12 @@ class DraftHeads(nn.Module):
         """Return h_hat at one offset."""
         return self.head(axis, offset)(h, e)
 
-    def require(self, *, horizontal: int = 0, vertical: int = 0) -> None:
-        """Raise ValueError unless heads reach `horizontal` columns and `vertical` rows ahead."""
+    def require(self, *, horizontal: int = 0, vertical: int = 0, kind: str = "spatial") -> None:
+        """Raise ValueError unless heads reach `horizontal` columns and `vertical` rows ahead.
+
+        A decoder that drafts with another `kind` (of `KINDS`) is refused too.
+        """
+        require_kind("spatial", kind)
         wanted = {"horizontal": horizontal, "vertical": vertical}
         _require(wanted, {"horizontal": self.horizontal, "vertical": self.vertical})
 
@@ -103,26 +118,12 @@ class DraftHeads(nn.Module):
 
         `provenance` must name the `backbone` and its `fingerprint`; the sizes are added.
         """
-        record = {
-            **provenance,
+        sizes = {
             "hidden_size": self.hidden_size,
             "horizontal": self.horizontal,
             "vertical": self.vertical,
-            "dtype": dtype,
         }
-        tensors = {
-            name: tensor.detach().to("cpu", DTYPES[dtype]).contiguous()
-            for name, tensor in self.heads.state_dict().items()
-        }
-        text = json.dumps(record, indent=2)
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        part = folder / f"{WEIGHTS}.part"
-        save_file(tensors, part, metadata={"provenance": text})
-        part.replace(folder / WEIGHTS)
-        part = folder / f"{PROVENANCE}.part"
-        part.write_text(text + "\n", encoding="utf-8")
-        part.replace(folder / PROVENANCE)
+        write_heads(folder, self.heads.state_dict(), {**provenance, **sizes}, dtype=dtype)
 
     @classmethod
     def load(
@@ -138,29 +139,73 @@ class DraftHeads(nn.Module):
         Raises ValueError where the file is missing or broken, was trained for another backbone or
         width, or reaches less far than asked.
         """
-        path = Path(folder) / WEIGHTS
-        if not path.is_file():
-            raise ValueError(
-                f"no draft heads at {path}: set heads.path to the heads folder of a train run"
-            )
-        try:
-            with safe_open(path, framework="pt") as file:
-                record = json.loads((file.metadata() or {}).get("provenance", "{}"))
-                _check(record, backbone, path)
-                k_h = record["horizontal"] if horizontal is None else horizontal
-                k_v = record["vertical"] if vertical is None else vertical
-                _require({"horizontal": k_h, "vertical": k_v}, record)
-                with torch.device("meta"):
-                    heads = cls(record["hidden_size"], horizontal=k_h, vertical=k_v)
-                tensors = {name: file.get_tensor(name) for name in heads.heads.state_dict()}
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"cannot read draft heads {path} (truncated?): {error}") from error
+        with open_heads(folder, backbone, kind="spatial") as (record, file):
+            k_h = record["horizontal"] if horizontal is None else horizontal
+            k_v = record["vertical"] if vertical is None else vertical
+            _require({"horizontal": k_h, "vertical": k_v}, record)
+            with torch.device("meta"):
+                heads = cls(record["hidden_size"], horizontal=k_h, vertical=k_v)
+            tensors = {name: file.get_tensor(name) for name in heads.heads.state_dict()}
         heads.heads.load_state_dict(tensors, assign=True)
         return heads.to(backbone.device, backbone.dtype).eval().requires_grad_(False)
 
 
-def _check(record: Mapping, backbone: Backbone, path: Path) -> None:
-    missing = {"backbone", "fingerprint", "hidden_size", "horizontal", "vertical"} - set(record)
+def require_kind(found: str, wanted: str, *, where: str = "heads.path") -> None:
+    """Raise ValueError where a decoder drafts with one of `KINDS` and `where` holds another."""
+    if found != wanted:
+        raise ValueError(
+            f"{where} holds {KINDS.get(found, found)}, but this decoder drafts with "
+            f"{KINDS[wanted]}: train with heads={wanted}, then set heads.path to that run"
+        )
+
+
+def write_heads(
+    folder: Path, weights: Mapping[str, Tensor], provenance: Mapping[str, Any], *, dtype: str
+) -> None:
+    """Write heads.safetensors (stored as `dtype`) and heads.json into `folder`, atomically."""
+    tensors = {
+        name: tensor.detach().to("cpu", DTYPES[dtype]).contiguous()
+        for name, tensor in weights.items()
+    }
+    text = json.dumps({**provenance, "dtype": dtype}, indent=2)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f"{WEIGHTS}.part"
+    save_file(tensors, part, metadata={"provenance": text})
+    part.replace(folder / WEIGHTS)
+    part = folder / f"{PROVENANCE}.part"
+    part.write_text(text + "\n", encoding="utf-8")
+    part.replace(folder / PROVENANCE)
+
+
+@contextmanager
+def open_heads(
+    folder: Path | str, backbone: Backbone, *, kind: str
+) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Open what `write_heads` wrote: its provenance, and the open safetensors file.
+
+    Raises ValueError where the file is missing or broken, holds another kind of heads, or was
+    trained for another backbone or width.
+    """
+    path = Path(folder) / WEIGHTS
+    if not path.is_file():
+        raise ValueError(
+            f"no draft heads at {path}: set heads.path to the heads folder of a train run"
+        )
+    try:
+        with safe_open(path, framework="pt") as file:
+            record = json.loads((file.metadata() or {}).get("provenance", "{}"))
+            require_kind(record.get("kind", "spatial"), kind, where=f"heads.path={folder}")
+            _check(record, backbone, path, needed=NEEDED[kind])
+            yield record, file
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"cannot read draft heads {path} (truncated?): {error}") from error
+
+
+def _check(
+    record: Mapping[str, Any], backbone: Backbone, path: Path, *, needed: tuple[str, ...]
+) -> None:
+    missing = {"backbone", "fingerprint", "hidden_size", *needed} - set(record)
     if missing:
         raise ValueError(f"draft heads {path} carry no provenance ({', '.join(sorted(missing))})")
     if record["hidden_size"] != backbone.hidden_size:

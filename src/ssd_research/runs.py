@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ssd_research.backbones.base import Backbone
 from ssd_research.command import EXPECTED, StageError, explain, out_of_memory
+from ssd_research.eagle import Drafter, EagleDrafter
 from ssd_research.heads import DraftHeads
 from ssd_research.paths import conf_dir, resolve_path
 from ssd_research.provenance import device_name, git_sha, versions
@@ -166,7 +167,7 @@ def heads_folder(cfg: DictConfig) -> Path:
     Of several train runs the newest finished one counts. ValueError says how to train heads if
     there are none.
     """
-    train = f"python -m ssd_research.train model={cfg.model.name}"
+    train = f"python -m ssd_research.train model={cfg.model.name} heads={cfg.heads.name}"
     if cfg.heads.path is None:
         raise ValueError(
             f"decoder={cfg.decoder.name} drafts with heads and heads.path is null; "
@@ -189,9 +190,15 @@ def load_heads(
     *,
     horizontal: int | None = None,
     vertical: int | None = None,
-) -> DraftHeads:
-    """Load the draft heads in `heads.path`, those of an axis up to an offset where one is given."""
+    kind: str = "spatial",
+) -> Drafter:
+    """Load what `heads.path` holds: draft heads, of an axis up to an offset where one is given.
+
+    A decoder that drafts with an EAGLE drafter asks for that `kind`.
+    """
     folder = heads_folder(cfg)
+    if kind == "eagle":
+        return EagleDrafter.load(folder, backbone)
     return DraftHeads.load(folder, backbone, horizontal=horizontal, vertical=vertical)
 
 

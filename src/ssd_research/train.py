@@ -1,4 +1,4 @@
-"""Stage: train draft heads on distilled images (paper Table 6).
+"""Stage: train draft heads (paper Table 6), or an EAGLE drafter, on distilled images.
 
 `python -m ssd_research.train model=tiny` on one device; `torchrun --nproc-per-node 4 -m
 ssd_research.train model=janus_pro trainer=ddp` on four. The run's `heads/` is what decoders load.
@@ -20,7 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from rich import get_console
 
 from ssd_research.backbones.base import Backbone
-from ssd_research.heads import DTYPES, DraftHeads
+from ssd_research.eagle import EagleDrafter
+from ssd_research.heads import DTYPES, KINDS, DraftHeads
 from ssd_research.provenance import git_sha, versions
 from ssd_research.runs import (
     Run,
@@ -33,7 +34,8 @@ from ssd_research.runs import (
 )
 from ssd_research.training.data import DistilledImages, data_fingerprint, read_distilled
 from ssd_research.training.devices import claim_device, device_arguments
-from ssd_research.training.module import HeadTraining, Recipe
+from ssd_research.training.eagle import EagleTraining, check_options
+from ssd_research.training.module import DrafterTraining, HeadTraining, Recipe
 from ssd_research.training.persistence import (
     AtomicCheckpoints,
     LastCheckpoint,
@@ -79,12 +81,11 @@ def run(cfg: DictConfig) -> Path:
     if run.done:
         return run.folder
     L.seed_everything(cfg.seed, verbose=False)
-    heads = _new_heads(cfg, backbone)
-    module = HeadTraining(heads, backbone, recipe)
+    module = _training(cfg, backbone, recipe)
     figures = _fit(cfg, run, module, data=data, devices=devices)
     if rank_zero_only.rank == 0:
         record = _provenance(backbone, facts=facts, folder=folder, figures=figures)
-        heads.save(run.folder / "heads", record, dtype=cfg.train.storage_dtype)
+        module.heads.save(run.folder / "heads", record, dtype=cfg.train.storage_dtype)
         run.finish({"validation": figures, "world_size": data.world_size})
     return run.folder
 
@@ -93,10 +94,15 @@ def _check(cfg: DictConfig) -> None:
     """Raise ValueError for an option that would fail only after hours."""
     for key in ("epochs", "batch_size", "accumulate", "checkpoint_every"):
         whole_number(cfg, f"train.{key}", minimum=1)
-    for key in ("train.val_size", "heads.horizontal", "heads.vertical"):
-        whole_number(cfg, key)
-    if cfg.heads.horizontal + cfg.heads.vertical == 0:
-        raise ValueError("heads.horizontal=0 and heads.vertical=0 leave nothing to train")
+    whole_number(cfg, "train.val_size")
+    if cfg.heads.name not in KINDS:
+        raise ValueError(f"heads.name={cfg.heads.name}; accepted: {', '.join(KINDS)}")
+    if cfg.heads.name == "spatial":
+        reach = [whole_number(cfg, f"heads.{axis}") for axis in ("horizontal", "vertical")]
+        if sum(reach) == 0:
+            raise ValueError("heads.horizontal=0 and heads.vertical=0 leave nothing to train")
+    else:
+        check_options(**_kind_of_heads(cfg))
     if cfg.train.storage_dtype not in DTYPES:
         raise ValueError(
             f"train.storage_dtype={cfg.train.storage_dtype}; accepted: {', '.join(DTYPES)}"
@@ -139,30 +145,38 @@ def _identity(
         "effective_batch": data.batch_size * data.world_size * data.accumulate,
         "accumulate": data.accumulate,
         "val_size": len(data.validation),
-        "horizontal": cfg.heads.horizontal,
-        "vertical": cfg.heads.vertical,
+        **_kind_of_heads(cfg),
         "initialisation": cfg.train.initialisation,
         "gradient_clip": cfg.train.gradient_clip,
         "storage_dtype": cfg.train.storage_dtype,
     }
 
 
-def _new_heads(cfg: DictConfig, backbone: Backbone) -> DraftHeads:
-    heads = DraftHeads(
-        backbone.hidden_size,
-        horizontal=cfg.heads.horizontal,
-        vertical=cfg.heads.vertical,
-        initialisation=cfg.train.initialisation,
-    )
-    parameters = sum(p.numel() for p in heads.parameters())
-    log.info("training %d draft heads, %s parameters", len(heads.heads), f"{parameters:,}")
-    return heads
+def _kind_of_heads(cfg: DictConfig) -> dict[str, Any]:
+    """Return the options of one kind of heads, whose names tell the kinds apart."""
+    return {key: value for key, value in cfg.heads.items() if key not in ("name", "path")}
+
+
+def _training(cfg: DictConfig, backbone: Backbone, recipe: Recipe) -> DrafterTraining:
+    """Return the training of new heads of the kind and sizes that `cfg.heads` asks for."""
+    options = _kind_of_heads(cfg)
+    start = cfg.train.initialisation
+    module: DrafterTraining
+    if cfg.heads.name == "eagle":
+        drafter = EagleDrafter.like(backbone, initialisation=start)
+        module = EagleTraining(drafter, backbone, recipe, **options)
+    else:
+        heads = DraftHeads(backbone.hidden_size, initialisation=start, **options)
+        module = HeadTraining(heads, backbone, recipe)
+    parameters = sum(p.numel() for p in module.heads.parameters())
+    log.info("training heads=%s, %s parameters", cfg.heads.name, f"{parameters:,}")
+    return module
 
 
 def _fit(
     cfg: DictConfig,
     run: Run,
-    module: HeadTraining,
+    module: DrafterTraining,
     *,
     data: DistilledImages,
     devices: dict[str, Any],

@@ -8,22 +8,28 @@ from typing import Any, ClassVar
 from ssd_research.backbones.base import Backbone
 from ssd_research.backbones.state import Generation
 from ssd_research.decoders.noise import KeyedNoise, Noise
+from ssd_research.eagle import Drafter
 from ssd_research.grid import TokenGrid
-from ssd_research.heads import DraftHeads
 from ssd_research.sampling import Sampling
+
+
+def require_whole(name: str, value: object, *, least: int) -> None:
+    """Raise ValueError unless `decoder.<name>` is a whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"decoder.{name} must be a whole number of at least {least}, not {value}")
 
 
 @dataclass(frozen=True)
 class Decoder(ABC):
-    """A decoding algorithm.
-
-    `lossless` says whether its output law equals autoregressive sampling from p; `needs_heads`
-    whether it drafts with trained heads.
-    """
+    """A decoding algorithm; `needs_heads` says whether it drafts with trained heads."""
 
     name: str
-    lossless: ClassVar[bool]
     needs_heads: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def lossless(self) -> bool:
+        """Whether the output law equals autoregressive sampling from p."""
 
     def decode(
         self,
@@ -33,7 +39,7 @@ class Decoder(ABC):
         sampling: Sampling,
         seed: int,
         sample_keys: Sequence[int],
-        heads: DraftHeads | None = None,
+        heads: Drafter | None = None,
     ) -> Generation:
         """Decode one image per prompt.
 
@@ -78,8 +84,11 @@ class Decoder(ABC):
             return self.title
         return f"{self.title} end_of_row={end_of_row}"
 
-    def reach(self, grid: TokenGrid) -> dict[str, int]:
-        """Return how many columns (horizontal) and rows (vertical) ahead the decoder drafts."""
+    def reach(self, grid: TokenGrid) -> dict[str, Any]:
+        """Return how many columns (horizontal) and rows (vertical) ahead the decoder drafts.
+
+        A decoder that drafts with another kind of heads than spatial ones returns that `kind`.
+        """
         return {"horizontal": 0, "vertical": 0}
 
     @abstractmethod
@@ -90,6 +99,9 @@ class Decoder(ABC):
         *,
         sampling: Sampling,
         noise: Noise,
-        heads: DraftHeads | None,
+        heads: Any,
     ) -> Generation:
-        """Decode with a given source of noise."""
+        """Decode with a given source of noise.
+
+        `heads` are of the kind and reach that `reach` asks for, and None where there are none.
+        """

@@ -42,7 +42,11 @@ class Draw(Protocol):
         purpose: str,
         needed: Bool[Tensor, "B L"] | None = None,
     ) -> Int[Tensor, "B L"]:
-        """Return a code drawn from p (which need not be normalised) everywhere."""
+        """Return a code drawn from p (which need not be normalised) everywhere.
+
+        The purpose `gumbel` is for draws that are repeated at a position in one round: all of them
+        share one Gumbel variable per code, so that similar laws mostly give the same code.
+        """
 
 
 class Noise(Protocol):
@@ -74,6 +78,21 @@ class KeyedNoise:
         self, positions: Int[Tensor, "B L"], *, round: int, purpose: str
     ) -> Float[Tensor, "B L"]:
         """Return float64 uniforms in [0, 1)."""
+        x = self._words(positions, round, purpose) >> np.uint64(11)
+        return torch.from_numpy(x.astype(np.float64) * 2.0**-53).to(positions.device)
+
+    def gumbel(
+        self, positions: Int[Tensor, "B L"], codes: int, *, round: int
+    ) -> Float[Tensor, "B L K"]:
+        """Return float64 Gumbel variables, one per code."""
+        x = self._words(positions, round, "gumbel")
+        with np.errstate(over="ignore"):
+            x = _mix(x[..., None] + _GOLDEN * np.arange(1, codes + 1, dtype=np.uint64))
+        u = ((x >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+        return torch.from_numpy(-np.log(-np.log(u))).to(positions.device)
+
+    def _words(self, positions: Int[Tensor, "B L"], round: int, purpose: str) -> np.ndarray:
+        """Return 64 random bits for every position."""
         with np.errstate(over="ignore"):
             # Python ints wrap explicitly: numpy refuses negative or larger values as uint64.
             x = _mix(np.array([self.seed & (2**64 - 1)], dtype=np.uint64) + _GOLDEN)
@@ -81,10 +100,7 @@ class KeyedNoise:
             x = _mix(
                 x[:, None] + _GOLDEN * (positions.cpu().numpy().astype(np.uint64) + np.uint64(1))
             )
-            x = _mix(x + _GOLDEN * np.uint64((round << 8) + PURPOSES[purpose]))
-        return torch.from_numpy((x >> np.uint64(11)).astype(np.float64) * 2.0**-53).to(
-            positions.device
-        )
+            return _mix(x + _GOLDEN * np.uint64((round << 8) + PURPOSES[purpose]))
 
 
 @dataclass(frozen=True)
@@ -111,7 +127,11 @@ class KeyedDraw:
         """Invert the cumulative sum of p, normalised, at one uniform per position.
 
         The smallest code whose cumulative mass exceeds u is taken, so a code of mass 0 never is.
+        For the purpose `gumbel` it is argmax(log p + G) instead.
         """
+        if purpose == "gumbel":
+            noise = self.noise.gumbel(self.positions, p.shape[-1], round=self.round)
+            return (p.double().log() + noise).argmax(-1)
         u = self.noise.uniform(self.positions, round=self.round, purpose=purpose)
         mass = p.double().cumsum(-1)
         index = torch.searchsorted(mass, (u * mass[..., -1]).contiguous()[..., None], right=True)[

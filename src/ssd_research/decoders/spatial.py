@@ -17,7 +17,9 @@ from ssd_research.backbones.base import Backbone
 from ssd_research.backbones.state import DecodingState, Generation
 from ssd_research.decoders.accept import RULES, Rule
 from ssd_research.decoders.base import Decoder
+from ssd_research.decoders.chain import Chain
 from ssd_research.decoders.noise import Noise
+from ssd_research.decoders.spatial_exact import decode_strict
 from ssd_research.grid import TokenGrid
 from ssd_research.heads import Axis, DraftHeads
 from ssd_research.sampling import Sampling
@@ -28,7 +30,8 @@ from ssd_research.schedule import SpatialSchedule
 class SpatiallySpeculative(Decoder):
     """SSD with v rows per block, b joint and i incremental rounds; r is b at v = 1.
 
-    Parameters left at None come from `operating_point`, the model's own (paper Table 6).
+    Parameters left at None come from `operating_point`, the model's own (paper Table 6). With
+    `accept=strict` drafts are sampled and tested once, in order: lossless, and without rounds.
     """
 
     v: int | None = None
@@ -41,12 +44,15 @@ class SpatiallySpeculative(Decoder):
     final_commit: bool = True
     operating_point: Mapping[str, int] = field(default_factory=lambda: {"v": 1, "b": 2, "i": 0})
     name: str = "ssd"
-    lossless: ClassVar[bool] = False
     needs_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.accept not in RULES:
-            raise ValueError(f"decoder.accept={self.accept} is not one of {', '.join(RULES)}")
+        if self.accept not in (*RULES, "strict"):
+            raise ValueError(
+                f"decoder.accept={self.accept} is not one of {', '.join(RULES)}, strict"
+            )
+        if self.accept == "strict":
+            self._refuse_rounds()
         if self.r is not None and (self.b is not None or self.v not in (None, 1) or self.i):
             raise ValueError(
                 f"decoder.r={self.r} is decoder.b at decoder.v=1: give either r, or v, b and i"
@@ -54,6 +60,21 @@ class SpatiallySpeculative(Decoder):
         if self.r is not None and (not isinstance(self.r, int) or self.r < 0):
             raise ValueError(f"decoder.r must be a whole number of at least 0, not {self.r}")
         self.schedule(TokenGrid(2, 2))
+
+    def _refuse_rounds(self) -> None:
+        """Raise ValueError for what only rounds and their commits have a use for."""
+        idle = {"b": None, "i": None, "r": None, "horizontal_rounds": 1, "final_commit": True}
+        for name, default in idle.items():
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"decoder.{name}={getattr(self, name)} does nothing with "
+                    "decoder.accept=strict, which has no rounds: leave it out"
+                )
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the rule is the strict one."""
+        return self.accept == "strict"
 
     @property
     def budget(self) -> dict[str, int]:
@@ -68,6 +89,8 @@ class SpatiallySpeculative(Decoder):
 
     def settings(self, grid: TokenGrid) -> dict[str, Any]:
         """Return the budget in force, however it was given, and the other hyper-parameters."""
+        if self.accept == "strict":
+            return {"v": self.budget["v"], "k_h": self.k_h, "accept": self.accept}
         given = super().settings(grid)
         del given["r"], given["operating_point"]
         return given | self.budget
@@ -75,6 +98,8 @@ class SpatiallySpeculative(Decoder):
     def parameters(self) -> dict[str, Any]:
         """Return the budget, as r where v = 1, and what else was set."""
         budget = self.budget
+        if self.accept == "strict":
+            return {"v": budget["v"]} | super().parameters()
         shown = {"r": budget["b"]} if budget["v"] == 1 else budget
         given = super().parameters().items()
         return shown | {key: value for key, value in given if key not in ("v", "b", "i", "r")}
@@ -114,6 +139,10 @@ class SpatiallySpeculative(Decoder):
         """Decode with a given source of noise."""
         if heads is None:
             raise ValueError(f"decoder={self.name} needs trained heads: set heads.path")
+        if self.accept == "strict":
+            chain = Chain(backbone.start(prompts, sampling=sampling), noise)
+            decode_strict(chain, heads, v=self.budget["v"], k_h=self.k_h)
+            return chain.state.finish()
         schedule = self.schedule(backbone.grid)
         work = _Work(backbone.start(prompts, sampling=sampling), noise, heads, RULES[self.accept])
         work.sample_first()

@@ -1,4 +1,4 @@
-"""The draft heads' loss: Smooth-L1 between predicted and true pre-norm states (paper section 3.3).
+"""What drafters are trained on, above all Smooth-L1 between predicted and true pre-norm states.
 
 Grid shifts, here for 3 columns. A head is trained on every source whose target is in the grid; none
 wraps to another row or leaves the last one:
@@ -8,6 +8,7 @@ wraps to another row or leaves the last one:
     vertical    d=1: h00->h10 h01->h11 h02->h12
 """
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
@@ -52,3 +53,17 @@ def masked_mean(
     if mask is None:
         return values.mean()
     return (values * mask).sum() / mask.sum().clamp(min=1)
+
+
+def soft_cross_entropy(
+    logits_hat: Float[Tensor, "*n K"], logits: Float[Tensor, "*n K"]
+) -> Float[Tensor, "*n"]:
+    """Return -sum_k p_k log q_k in nats, with p and q of `logits` and `logits_hat`."""
+    return -(logits.softmax(-1) * logits_hat.log_softmax(-1)).sum(-1)
+
+
+def overlap(
+    logits_hat: Float[Tensor, "*n K"], logits: Float[Tensor, "*n K"]
+) -> Float[Tensor, "*n"]:
+    """Return sum_k min(p_k, q_k) = 1 - TV(p, q): the odds that a draft from q is accepted."""
+    return torch.minimum(logits.softmax(-1), logits_hat.softmax(-1)).sum(-1)

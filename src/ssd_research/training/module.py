@@ -1,4 +1,4 @@
-"""The Lightning module that trains draft heads against a frozen backbone's own states.
+"""The Lightning modules that train what drafts against a frozen backbone's own states.
 
 Nothing of the backbone is stored or trained: its states are recomputed for every batch, since those
 of one large image take tens of megabytes.
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ssd_research.backbones.base import Backbone
+from ssd_research.eagle import Drafter
 from ssd_research.heads import Axis, DraftHeads
 from ssd_research.training.data import Batch, dropped_conditions
 from ssd_research.training.losses import masked_mean, smooth_l1, sources, targets
@@ -60,18 +61,13 @@ class Recipe:
         return self.lr + (self.min_lr - self.lr) * down
 
 
-class HeadTraining(L.LightningModule):
-    """Trains every draft head on its own loss; their sum is one backward pass."""
+class DrafterTraining(L.LightningModule):
+    """What all drafters share in training: the frozen teacher, the optimizer and its schedule."""
 
-    def __init__(self, heads: DraftHeads, backbone: Backbone, recipe: Recipe) -> None:
+    heads: Drafter
+
+    def __init__(self, heads: Drafter, backbone: Backbone, recipe: Recipe) -> None:
         super().__init__()
-        grid = backbone.grid
-        for axis, reach, size in (
-            ("horizontal", heads.horizontal, grid.cols),
-            ("vertical", heads.vertical, grid.rows),
-        ):
-            if reach >= size:
-                raise ValueError(f"heads.{axis}={reach} must be below the grid's {size}")
         # A Backbone is no nn.Module, so neither state_dict nor DDP sees its weights.
         self.heads, self.backbone, self.recipe = heads, backbone, recipe
 
@@ -83,6 +79,51 @@ class HeadTraining(L.LightningModule):
             h = self.backbone.hidden_states(batch.prompts, batch.codes, unconditional=unconditional)
             e = self.backbone.embed(batch.codes.to(self.backbone.device))
         return h.to(self.device, self.dtype), e.to(self.device, self.dtype)
+
+    def dropped(self, batch: Batch) -> Bool[Tensor, " B"]:
+        """Return which images of a batch are trained on the unconditional prompt this epoch."""
+        return dropped_conditions(
+            batch.sample_keys,
+            seed=self.recipe.seed,
+            epoch=self.current_epoch,
+            share=self.recipe.condition_drop,
+        )
+
+    def best_codes(self, h_pre: Float[Tensor, "B M D"]) -> Tensor:
+        """Return the argmax codes [B, M] of the frozen norm and head, without guidance."""
+        with torch.autocast(self.device.type, enabled=False):
+            state = h_pre.to(self.backbone.device, self.backbone.dtype)
+            return self.backbone.logits(state, 1.0).argmax(-1).to(self.device)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """Return AdamW on all weights and the schedule `Recipe.lr_at`, step by step."""
+        recipe = self.recipe
+        optimizer = torch.optim.AdamW(
+            self.heads.parameters(),
+            lr=recipe.lr,
+            betas=recipe.betas,
+            weight_decay=recipe.weight_decay,
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: recipe.lr_at(step) / recipe.lr
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class HeadTraining(DrafterTraining):
+    """Trains every draft head on its own loss; their sum is one backward pass."""
+
+    heads: DraftHeads
+
+    def __init__(self, heads: DraftHeads, backbone: Backbone, recipe: Recipe) -> None:
+        super().__init__(heads, backbone, recipe)
+        grid = backbone.grid
+        for axis, reach, size in (
+            ("horizontal", heads.horizontal, grid.cols),
+            ("vertical", heads.vertical, grid.rows),
+        ):
+            if reach >= size:
+                raise ValueError(f"heads.{axis}={reach} must be below the grid's {size}")
 
     def predict(
         self, axis: Axis, offset: int, h: Float[Tensor, "B N D"], e: Float[Tensor, "B N D"]
@@ -102,13 +143,7 @@ class HeadTraining(L.LightningModule):
 
     def training_step(self, batch: Batch, index: int) -> Float[Tensor, ""]:
         """Return the sum of the heads' losses on one batch."""
-        drop = dropped_conditions(
-            batch.sample_keys,
-            seed=self.recipe.seed,
-            epoch=self.current_epoch,
-            share=self.recipe.condition_drop,
-        )
-        h, e = self.teacher(batch, drop)
+        h, e = self.teacher(batch, self.dropped(batch))
         losses = {
             f"train/{axis}_{offset}": checkpoint(self.loss, axis, offset, h, e, use_reentrant=False)
             if self.recipe.recompute_activations
@@ -154,23 +189,3 @@ class HeadTraining(L.LightningModule):
         return loss, [
             (drafted == targets(choice, grid, axis, offset)).float().mean() for choice in choices
         ]
-
-    def best_codes(self, h_pre: Float[Tensor, "B M D"]) -> Tensor:
-        """Return the argmax codes [B, M] of the frozen norm and head, without guidance."""
-        with torch.autocast(self.device.type, enabled=False):
-            state = h_pre.to(self.backbone.device, self.backbone.dtype)
-            return self.backbone.logits(state, 1.0).argmax(-1).to(self.device)
-
-    def configure_optimizers(self) -> dict[str, Any]:
-        """Return AdamW on all heads and the schedule `Recipe.lr_at`, step by step."""
-        recipe = self.recipe
-        optimizer = torch.optim.AdamW(
-            self.heads.parameters(),
-            lr=recipe.lr,
-            betas=recipe.betas,
-            weight_decay=recipe.weight_decay,
-        )
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: recipe.lr_at(step) / recipe.lr
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
