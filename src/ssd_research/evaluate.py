@@ -14,6 +14,7 @@ from ssd_research.runs import stage_main
 def run(cfg: DictConfig) -> Path:
     """Score `evaluate.images`, or every finished generate run of this model and name.
 
+    An evaluation whose configuration says `takes_images: false` runs once and finds what it needs.
     Returns the folder of the last evaluation.
 
     Raises:
@@ -21,6 +22,12 @@ def run(cfg: DictConfig) -> Path:
         FileNotFoundError: if an image, a prompt or a metadata file is missing.
     """
     evaluation = hydra.utils.get_method(cfg.eval.run)
+    if not cfg.eval.get("takes_images", True):
+        if cfg.evaluate.images is not None:
+            raise ValueError(
+                f"evaluate.images does nothing with eval={cfg.eval.name}: leave it out"
+            )
+        return evaluation(cfg)
     return [evaluation(cfg, images) for images in targets(cfg)][-1]
 
 
