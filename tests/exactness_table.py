@@ -6,7 +6,7 @@ images, on small table models. See enumeration.py and table_model.py.
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +42,7 @@ MODELS = {
     for ends in ("", ", rows end")
 }
 
-LOSSLESS = {
+DECODERS: dict[str, Decoder] = {
     "AR": Autoregressive(),
     "MTP strict": MultiTokenStrict(),
     "SJD": SpeculativeJacobi(window=3),
@@ -53,8 +53,6 @@ LOSSLESS = {
     "LANTERN accept=strict, EAGLE tree": Lantern(accept="strict", drafter="eagle", tree=TREE),
     "SSD accept=strict": SpatiallySpeculative(accept="strict"),
     "SSD exact": SpatialJacobi(),
-}
-LOSSY = {
     **{
         f"SSD r={r}, accept={rule}": SpatiallySpeculative(r=r, accept=rule)
         for rule in RULES
@@ -123,10 +121,10 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(one) + " |" for one in (head, rule, *rows))
 
 
-def page(decoders: Mapping[str, Decoder], console: Console) -> str:
-    """Return the page for some decoders."""
+def page(console: Console) -> str:
+    """Return the page; the rows are shown as they are made."""
     rows = []
-    for name, decoder in decoders.items():
+    for name, decoder in DECODERS.items():
         rows.append(row(name, decoder))
         console.print(" ".join(rows[-1]))
     return f"""# Distance from autoregressive sampling
@@ -152,7 +150,7 @@ table with each other, not with large images.
 
 def main() -> None:
     """Write the page."""
-    text = page(LOSSLESS | LOSSY, Console(file=sys.stderr, width=160))
+    text = page(Console(file=sys.stderr, width=160))
     PATH.write_text(text, encoding="utf-8")
 
 

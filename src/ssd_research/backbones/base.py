@@ -265,11 +265,17 @@ class Backbone(ABC):
 
     @property
     def codebook(self) -> Float[Tensor, "K C"]:
-        """The vectors of all codes, as the image decoder looks them up.
+        """The vectors of all codes, from the image decoder's one embedding table.
 
-        Raises ValueError where the adapter does not say where they are.
+        Raises ValueError where it has none, or several, or one of another size.
         """
-        raise ValueError(f"{self.name} does not give its codebook, which codes are compared in")
+        tables = [m.weight for m in self.image_decoder.modules() if isinstance(m, nn.Embedding)]
+        if len(tables) != 1 or len(tables[0]) != self.codebook_size:
+            raise ValueError(
+                f"{self.name}: its image decoder holds no one table of {self.codebook_size} codes, "
+                "in which codes could be compared"
+            )
+        return tables[0]
 
     @abstractmethod
     def prompt_ids(self, text: str) -> list[int]:

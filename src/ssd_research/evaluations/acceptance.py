@@ -1,0 +1,160 @@
+"""Acceptance by offset: how often each draft head's drafts would be accepted (paper Figure 1)."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+from omegaconf import DictConfig
+
+from ssd_research.backbones.base import Backbone
+from ssd_research.evaluations.images import image_root, write_rows
+from ssd_research.heads import DraftHeads
+from ssd_research.metrics import acceptance
+from ssd_research.metrics.acceptance import MEASURES, Offset
+from ssd_research.metrics.likelihood import sampling_of
+from ssd_research.prompts.selection import text_hash
+from ssd_research.reporting.tables import Column, markdown
+from ssd_research.runs import (
+    heads_folder,
+    load_backbone,
+    load_heads,
+    numeric_identity,
+    open_run,
+    run_id,
+    whole_number,
+    write_atomic,
+)
+from ssd_research.sampling import Sampling
+from ssd_research.workload import batches, progress
+
+log = logging.getLogger(__name__)
+
+COLUMNS = (
+    Column("axis", "Axis"),
+    Column("offset", "Offset"),
+    Column("sampled", "Sampled draft", digits=3),
+    Column("argmax", "Most likely draft", digits=3),
+    Column("match", "p of the most likely", digits=3),
+)
+
+
+def run(cfg: DictConfig, images: str) -> Path:
+    """Measure the heads on the codes of a generate run, AR's by rights (`eval=acceptance`)."""
+    made = image_root(images).parent
+    backbone, heads, digest = load(cfg)
+    sampling = sampling_of(made, backbone)
+    rows = chosen(made / "images.parquet", cfg, size=backbone.grid.size)
+    samples = whole_number(cfg, "evaluate.bootstrap", minimum=1)
+    identity = {
+        **numeric_identity(backbone),
+        "metric": ["acceptance", acceptance.VERSION],
+        "images": run_id({"codes": [row["codes"] for row in rows]}),
+        "heads": digest,
+        "sampling": asdict(sampling),
+        "bootstrap": [samples, cfg.seed],
+    }
+    stage = open_run(cfg, "evaluate", identity)
+    if stage.done:
+        return stage.folder
+    size = whole_number(cfg, "batch_size", minimum=1)
+    found = measure(backbone, heads, rows, sampling=sampling, batch_size=size)
+    write_rows(per_image(rows, found), path=stage.folder / "per_image.parquet")
+    scores = {
+        "benchmark": cfg.eval.name,
+        "version": acceptance.VERSION,
+        "judge": f"{backbone.name} {backbone.fingerprint}",
+        "heads": digest,
+        "images": str(made),
+        "n_expected": len(rows),
+        "n_scored": len(rows),
+        "coverage": 1.0,
+        "missing": [],
+        "higher_is_better": True,
+        "seed": cfg.seed,
+        "offsets": acceptance.summarise(found, samples=samples, seed=cfg.seed),
+    }
+    write_atomic(stage.folder / "scores.json", json.dumps(scores, indent=2) + "\n")
+    text = markdown(COLUMNS, scores["offsets"])
+    write_atomic(stage.folder / "table.md", text)
+    log.info("acceptance by offset, %d images\n%s", len(rows), text)
+    return stage.finish({"images": len(rows)})
+
+
+def load(cfg: DictConfig) -> tuple[Backbone, DraftHeads, str]:
+    """Return the backbone, its draft heads and the sha256 of their file.
+
+    Raises ValueError where heads are missing or of another kind.
+    """
+    if cfg.heads.path is None:
+        raise ValueError(
+            f"eval={cfg.eval.name} measures draft heads and heads.path is null; "
+            "set it to the heads of a train run"
+        )
+    folder = heads_folder(cfg)  # a missing folder shows before a large backbone is loaded
+    backbone = load_backbone(cfg)
+    heads = load_heads(cfg, backbone)
+    if not isinstance(heads, DraftHeads):
+        raise ValueError(f"heads.path={folder} holds no spatial draft heads")
+    with (folder / "heads.safetensors").open("rb") as file:
+        return backbone, heads, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def measure(
+    backbone: Backbone,
+    heads: DraftHeads,
+    rows: Sequence[dict[str, Any]],
+    *,
+    sampling: Sampling,
+    batch_size: int,
+) -> list[Offset]:
+    """Return the acceptance at every offset, batch by batch."""
+    found: list[Offset] = []
+    with progress("acceptance", total=len(rows), done=0) as bar:
+        for batch in batches(rows, batch_size):
+            codes = torch.tensor([row["codes"] for row in batch])
+            prompts = [row["prompt"] for row in batch]
+            found += acceptance.by_offset(backbone, heads, prompts, codes, sampling)
+            bar.update(len(batch))
+    return found
+
+
+def chosen(table: Path, cfg: DictConfig, *, size: int) -> list[dict[str, Any]]:
+    """Return the images to measure on: `eval.limit` of them by a seeded hash, or all.
+
+    Raises ValueError if there are none, or they have another number of codes than `size`.
+    """
+    columns = ["prompt_id", "prompt", "image_index", "codes"]
+    rows = pq.read_table(table, columns=columns).to_pylist()
+    if not rows or len(rows[0]["codes"]) != size:
+        raise ValueError(f"{table} lists no image of {size} codes; use the model= that made it")
+    if cfg.eval.limit is None:
+        return rows
+    limit = whole_number(cfg, "eval.limit", minimum=1)
+
+    def rank(row: dict[str, Any]) -> tuple[int, int]:
+        return text_hash(row["prompt_id"], seed=cfg.seed), row["image_index"]
+
+    return sorted(rows, key=rank)[:limit]
+
+
+def per_image(rows: Sequence[dict[str, Any]], found: Sequence[Offset]) -> list[dict[str, Any]]:
+    """Return one row per image: its acceptance at every offset."""
+    columns: dict[str, list[float]] = {}
+    for one in found:
+        for name in MEASURES:
+            column = columns.setdefault(f"{one.axis}_{one.offset}_{name}", [])
+            column += [float(value) for value in getattr(one, name)]
+    return [
+        {
+            "prompt_id": row["prompt_id"],
+            "image_index": row["image_index"],
+            **{name: values[n] for name, values in columns.items()},
+        }
+        for n, row in enumerate(rows)
+    ]
