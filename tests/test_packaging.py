@@ -78,7 +78,6 @@ def test_make_help_lists_every_target():
         "results",
         "exactness",
         "decoders",
-        "exactness",
         "test",
         "test-all",
         "lint",

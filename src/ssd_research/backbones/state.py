@@ -206,9 +206,10 @@ class DecodingState:
         """Feed tokens at image `slots` in one backbone forward, and return their states.
 
         A range serves all images alike; a tensor gives each its own slots, -1 where it has nothing
-        to feed. Codes at end-of-row slots are ignored, and so are those at such `places`. `visible` says which of the T = `self.slots`
+        to feed. Codes at end-of-row slots are ignored, as are those at such `places`, the slots
+        that positions are counted from, if others. `visible` says which of the T = `self.slots`
         slots of the image each token may see (the prompt it always sees); without it a token sees
-        the slots up to its own. `places` are the slots that positions are counted from, if others.
+        the slots up to its own.
         Where the slot after a token holds a code, its state is stored as that code's `h_pre`.
         """
         shared = slots if isinstance(slots, range) else None
