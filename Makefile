@@ -42,7 +42,7 @@ results: $(INSTALLED)  ## Make the README's tables again from the shipped checkp
 	$(STAGE).report $(RESULTS) report.readme=true
 	$(STAGE).benchmark model=tiny name=results benchmark.readme=true
 
-decoders: $(INSTALLED)  ## Make the README's table of all decoders again, and that of their exactness
+decoders: $(INSTALLED)  ## Make the README's table of all decoders again
 	$(STAGE).benchmark experiment=decoders benchmark.readme=true
 
 exactness: $(INSTALLED)  ## Make the table of every decoder's exact distance from autoregressive sampling again

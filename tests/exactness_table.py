@@ -69,7 +69,6 @@ DECODERS: dict[str, Decoder] = {
     "LANTERN++ k=2, lam=2": Lantern(accept="lantern_pp", k=2, lam=2.0),
     "LANTERN++ k=2, lam=5": Lantern(accept="lantern_pp", k=2, lam=5.0),
     "ZipAR window=1": ZipAR(window=1),
-    "ZipAR window=1, adaptive": ZipAR(window=1, adaptive=True),
     "ZipAR window=2 (a row)": ZipAR(window=2),
     "PJD context=1": ParallelJacobi(context=1),
     "PJD context=1, top_row_first": ParallelJacobi(context=1, commit_reject="top_row_first"),
