@@ -124,7 +124,7 @@ class Guesses:
         codes = chain.state.backbone.codebook_size
         shape = (*new.shape, codes)
         uniform = torch.full(shape, 1 / codes, dtype=chain.dtype, device=new.device)
-        random = new & ~self._copied(chain, positions)
+        random = new & ~has_source(self.init, positions, cols=chain.cols)
         draw = chain.noise.at(positions, 0)
         chain.write(positions, draw.categorical(uniform, purpose="draft", needed=random), random)
         for column in range(new.shape[1] if self.init != "random" else 0):
@@ -138,11 +138,12 @@ class Guesses:
         guesses = chain.drafts(positions)
         return torch.zeros_like(uniform).scatter_(-1, guesses[..., None], 1.0)
 
-    def _copied(self, chain: Chain, positions: Int[Tensor, "B L"]) -> Bool[Tensor, "B L"]:
-        """Marks the positions that have the neighbour to copy from: a row's first has no left."""
-        if self.init == "horizontal":
-            return positions % chain.cols > 0
-        return (positions >= chain.cols) & (self.init == "vertical")
+
+def has_source(init: str, positions: Int[Tensor, "B L"], *, cols: int) -> Bool[Tensor, "B L"]:
+    """Marks the positions with a neighbour to copy: a row's first has no left, row 0 none above."""
+    if init == "horizontal":
+        return positions % cols > 0
+    return (positions >= cols) & (init == "vertical")
 
 
 @dataclass(frozen=True)

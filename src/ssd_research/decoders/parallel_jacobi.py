@@ -22,7 +22,7 @@ from ssd_research.backbones.base import Backbone
 from ssd_research.backbones.state import Generation
 from ssd_research.decoders.accept import ratio, residual
 from ssd_research.decoders.base import Decoder, require_whole
-from ssd_research.decoders.jacobi import INITIALISATIONS, LAWS
+from ssd_research.decoders.jacobi import INITIALISATIONS, LAWS, has_source
 from ssd_research.decoders.noise import Noise
 from ssd_research.decoders.rows import Rows, Tokens, check_proxy, proxy_in_force
 from ssd_research.grid import TokenGrid
@@ -140,7 +140,7 @@ class ParallelJacobi(Decoder):
         codes = state.backbone.codebook_size
         dtype = torch.promote_types(state.backbone.dtype, torch.float32)
         uniform = torch.full((*where.shape, codes), 1 / codes, dtype=dtype, device=where.device)
-        copied = new & self._has_source(where, cols)
+        copied = new & has_source(self.init, where, cols=cols)
         random = new & ~copied
         draw = noise.at(where, 0).categorical(uniform, purpose="draft", needed=random)
         rows.put(where.where(random, -1), draw)
@@ -150,12 +150,6 @@ class ParallelJacobi(Decoder):
         if self.init_q == "uniform":
             return uniform
         return torch.zeros_like(uniform).scatter_(-1, state.codes.gather(1, where)[..., None], 1.0)
-
-    def _has_source(self, where: Int[Tensor, "B M"], cols: int) -> Bool[Tensor, "B M"]:
-        """Marks the positions with a neighbour to copy from, where first drafts are copies."""
-        if self.init == "horizontal":
-            return where % cols > 0
-        return (where >= cols) & (self.init == "vertical")
 
     def _test(
         self,
