@@ -119,6 +119,24 @@ def geneval_scores(overall: float) -> dict:
     }
 
 
+def dpg_scores(average: float, *, judge: str = "shapes 1", coverage: float = 1.0) -> dict:
+    category = {"score": average, "ci95": [average - 0.25, average + 0.25], "questions": 4}
+    return {
+        "average": average,
+        "average_ci95": [average - 0.125, average + 0.125],
+        "categories": dict.fromkeys(("global", "entity"), category),
+        "protocol": "fixed",
+        "protocols": {},
+        "judge": judge,
+        "coverage": coverage,
+    }
+
+
+def fid_scores(fid: float, *, scored: int = 3) -> dict:
+    reference = {"n": 7, "images": "0123456789", "preprocess": "none"}
+    return {"fid": fid, "judge": "vq 1", "n_scored": scored, "reference": reference, "coverage": 1}
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """Return an output folder with AR, SSD r=2 and SSD v=2, and their scores."""
@@ -163,6 +181,52 @@ def test_numbers_are_exact(tree: Path) -> None:
     assert (ar["step_acceleration"], ar["speedup"], ar["nll_minus_ar"]) == ("1.0", "1.0", "0.0")
     assert ar["acceptance_rate"] == ""
     assert rows["SSD v=2, b=5, i=4"]["nll"] == ""
+
+
+def test_every_kind_of_score_has_its_table(tree: Path) -> None:
+    ar, ssd = (tree / "generate" / "tiny" / "fake" / run for run in ("aaa", "bbb"))
+    evaluate(tree, ar, "shapes_dpg", **dpg_scores(0.75))
+    evaluate(tree, ssd, "shapes_dpg", **dpg_scores(0.5, coverage=0.5))
+    evaluate(tree, ar, "shapes_fid", **fid_scores(28.95))
+    evaluate(tree, ssd, "shapes_fid", **fid_scores(29.19))
+    evaluate(
+        tree,
+        ssd,
+        "deviation",
+        judge="vq 1",
+        location=0.7038,
+        location_debiased=0.5,
+        scale=0.2453,
+        split_half_null={"location": 0.25},
+        prompts=3,
+        images_per_prompt=4,
+    )
+    folder = report.run(configured(tree))
+    text = (folder / "report.md").read_text()
+    assert "DPG-Bench in percent with shapes 1, fixed protocol." in text
+    assert "| AR | 75.00 [62.50, 87.50] | 75.00 [50.00, 100.00] |" in text
+    assert "SSD r=2: DPG-Bench covers 50% of its images." in text
+    assert "against 7 reference images (01234567, preprocess none)" in text
+    assert "| SSD r=2 | 29.19 |" in text
+    assert "by vq 1, 4 images of 3 prompts" in text
+    assert "| SSD r=2 | 0.70 | 0.50 | 0.25 | +24.5 % |" in text
+    row = read_csv(folder)["SSD r=2"]
+    assert (float(row["dpg"]), float(row["dpg_entity_ci_high"])) == (50.0, 75.0)
+
+
+@pytest.mark.parametrize("kind", ["dpg", "fid"])
+def test_scores_of_different_judges_are_not_mixed_in_one_column(tree: Path, kind: str) -> None:
+    """Nor are FIDs over different numbers of images, which are biased differently."""
+    ar, ssd = (tree / "generate" / "tiny" / "fake" / run for run in ("aaa", "bbb"))
+    ours, other = {
+        "dpg": (dpg_scores(0.75), dpg_scores(0.5, judge="blip 2")),
+        "fid": (fid_scores(1.0), fid_scores(2.0, scored=2)),
+    }[kind]
+    evaluate(tree, ar, f"shapes_{kind}", **ours)
+    evaluate(tree, ssd, f"shapes_{kind}", **other)
+    row = read_csv(report.run(configured(tree)))["SSD r=2"]
+    assert row[kind] == ""
+    assert row[f"{kind}_note"].startswith("n/a (")
 
 
 def test_every_file_holds_the_same_table(tree: Path) -> None:

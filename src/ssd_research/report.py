@@ -22,7 +22,9 @@ BRIEF = (
     Column("step_acceleration", "Step acceleration", suffix="×"),
     Column("speedup", "Latency speedup", suffix="×"),
     Column("geneval", "GenEval", digits=3),
+    Column("dpg", "DPG-Bench"),
     Column("nll", "NLL", digits=3),
+    Column("fid", "FID"),
 )
 
 

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ssd_research.image_rows import acceptance_rate
-from ssd_research.metrics.geneval import TASKS
 from ssd_research.reporting.cells import Cell
+from ssd_research.reporting.qualities import QUALITIES, judge_of, worth
 from ssd_research.reporting.tables import Column
 
+DECODER = Column("decoder", "Decoder")
 SPEED = (
-    Column("decoder", "Decoder"),
+    DECODER,
     Column("law", "Output law"),
     Column("images", "Images"),
     Column("steps", "Steps (NFE) per image", digits=1),
@@ -24,14 +25,6 @@ SPEED = (
     Column("seconds_per_image", "Latency (s/image)", digits=3),
     Column("speedup", "Latency speedup", suffix="×"),
     Column("acceptance_rate", "Acceptance rate", digits=3),
-)
-_TITLES = ("Single object", "Two objects", "Counting", "Colors", "Position", "Color attribution")
-QUALITY = (
-    Column("decoder", "Decoder"),
-    Column("geneval", "Overall", digits=3),
-    *(Column(f"geneval_{task}", title) for task, title in zip(TASKS, _TITLES, strict=True)),
-    Column("nll", "NLL (nats per code)", digits=3),
-    Column("nll_minus_ar", "NLL − AR's", digits=3, signed=True),
 )
 
 
@@ -54,8 +47,12 @@ def measure(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """Return one row per cell; what needs AR is None where there is no AR cell."""
     ar = reference(cells)
     setting = column_setting(cells)
-    base = _own(ar, setting) if ar else {}
+    judges = {q.title: judge_of(q, [cell.scores for cell in cells]) for q in QUALITIES}
     rows = [_own(cell, setting) for cell in cells]
+    for row, cell in zip(rows, cells, strict=True):
+        for quality in QUALITIES:
+            row |= worth(quality, cell.scores, judge=judges[quality.title])
+    base = rows[cells.index(ar)] if ar else {}
     for row in rows:
         row["step_acceleration"] = _ratio(base.get("steps"), row["steps"])
         row["speedup"] = _ratio(base.get("seconds_per_image"), row["seconds_per_image"])
@@ -81,8 +78,6 @@ def _own(cell: Cell, setting: str) -> dict[str, Any]:
         "speedup_note": None,
         "setting": cell.setting,
         "acceptance_rate": acceptance_rate(r for i in cell.images for r in json.loads(i["rounds"])),
-        **_geneval(cell),
-        **_likelihood(cell),
         "generate_run": cell.folder.name,
     }
 
@@ -100,24 +95,6 @@ def seconds_per_image(cell: Cell) -> float:
     """
     full = [row for row in cell.images if row["batch_size"] == cell.batch_size]
     return statistics.median(row["seconds_total"] / row["batch_size"] for row in full)
-
-
-def _geneval(cell: Cell) -> dict[str, Any]:
-    """Return the overall and task scores with their 95 % intervals; empty without an evaluation."""
-    scores = next((s for s in cell.scores.values() if "tasks" in s), None)
-    if scores is None:
-        return {}
-    found = {"geneval": scores["overall"], "geneval_ci": scores["overall_ci95"]}
-    for task, values in scores["tasks"].items():
-        found |= {f"geneval_{task}": values["score"], f"geneval_{task}_ci": values["ci95"]}
-    return {**found, "geneval_coverage": scores["coverage"], "geneval_run": scores["run_id"]}
-
-
-def _likelihood(cell: Cell) -> dict[str, Any]:
-    scores = cell.scores.get("likelihood")
-    if scores is None:
-        return {}
-    return {"nll": scores["nll"], "nll_outside": scores["outside"], "nll_run": scores["run_id"]}
 
 
 def _ratio(numerator: float | None, denominator: float | None) -> float | None:

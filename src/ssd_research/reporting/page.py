@@ -11,6 +11,7 @@ from ssd_research import paper
 from ssd_research.reporting import measures
 from ssd_research.reporting.cells import Cell
 from ssd_research.reporting.pictures import PictureRow, shown_width, side_by_side
+from ssd_research.reporting.qualities import QUALITIES, judge_of
 from ssd_research.reporting.tables import Column, Row, filled, latex, markdown
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
@@ -85,11 +86,11 @@ def layout(cells: Sequence[Cell], rows: Sequence[Row]) -> list[Table]:
     """Return the tables of speed and quality, and the paper's own where it has the model."""
     setting = measures.column_setting(cells)
     tables = [Table(f"Speed. Latency on {setting}.", filled(measures.SPEED, rows), rows)]
-    quality = filled(measures.QUALITY, rows)
-    if len(quality) > 1:
-        judge = next((s["judge"] for c in cells for s in c.scores.values() if "judge" in s), None)
-        caption = "Quality." if judge is None else f"Quality. GenEval's rules with {judge}."
-        tables.append(Table(caption, quality, rows))
+    for quality in QUALITIES:
+        shown = filled(quality.columns, rows)
+        if shown:
+            judge = judge_of(quality, [cell.scores for cell in cells])
+            tables.append(Table(f"{quality.title} {judge}.", [measures.DECODER, *shown], rows))
     printed = [
         {**row, "method": paper_method(row)} for row in paper.sweep(cells[0].config.model.name)
     ]
@@ -120,10 +121,10 @@ def warnings(cells: Sequence[Cell], rows: Sequence[Row]) -> list[str]:
             "Latencies of another device, dtype or batch size are not shown in one column."
         )
     for cell, row in zip(cells, rows, strict=True):
-        if row.get("geneval_coverage", 1) != 1:
-            found.append(
-                f"{cell.title}: GenEval covers {row['geneval_coverage']:.0%} of its prompts."
-            )
+        for key, name in (("geneval", "GenEval"), ("dpg", "DPG-Bench"), ("fid", "FID")):
+            share = row.get(f"{key}_coverage", 1)
+            if share != 1:
+                found.append(f"{cell.title}: {name} covers {share:.0%} of its images.")
         if row.get("nll_outside"):
             share = f"{row['nll_outside']:.2%}"
             found.append(f"{cell.title}: p excludes {share} of the codes; NLL leaves them out.")
