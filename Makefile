@@ -13,7 +13,7 @@ RESULTS := model=tiny name=results prompts=shapes_geneval batch_size=16
 .PHONY: help demo results decoders exactness test test-all lint types format clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # Only pyproject.toml decides what is installed: the package itself is installed in place.
 $(INSTALLED): pyproject.toml
@@ -47,6 +47,9 @@ decoders: $(INSTALLED)  ## Make the README's table of all decoders again
 
 exactness: $(INSTALLED)  ## Make the table of every decoder's exact distance from autoregressive sampling again
 	$(BIN)/python tests/exactness_table.py
+
+reproduce-%: $(INSTALLED)  ## Make a table of the paper, as in reproduce-table1; SCALE=tiny or paper
+	$(STAGE).reproduce experiment=$* $(if $(SCALE),scale=$(SCALE))
 
 test: $(INSTALLED)  ## Run the fast tests
 	$(BIN)/python -m pytest

@@ -78,6 +78,7 @@ def test_make_help_lists_every_target():
         "results",
         "exactness",
         "decoders",
+        "reproduce-%",
         "test",
         "test-all",
         "lint",

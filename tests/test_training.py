@@ -1,10 +1,12 @@
 """Training of draft heads: what is paired with what, in which order, and on which recipe."""
 
 import csv
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 
 from analytic import AnalyticBackbone, distilled
 from ssd_research.grid import TokenGrid
@@ -15,6 +17,7 @@ from ssd_research.training.data import (
     dropped_conditions,
     read_distilled,
     split_by_prompt,
+    take_share,
 )
 from ssd_research.training.losses import masked_mean, smooth_l1, sources, targets
 from ssd_research.training.module import HeadTraining, Recipe
@@ -221,6 +224,25 @@ def test_distilled_data_must_be_finished_and_of_this_backbone(tmp_path: Path):
     (good / "DONE").unlink()
     with pytest.raises(ValueError, match="good is not finished"):
         read_distilled(good, backbone)
+
+
+def test_a_smaller_share_of_the_images_is_part_of_a_larger_one():
+    images = Dataset.from_dict({"sample_key": [str(n) for n in range(40)]})
+    keys = [
+        take_share(images, share, seed=3)["sample_key"][:] for share in (1 / 12, 0.25, 0.5, 1.0)
+    ]
+    assert [len(found) for found in keys] == [3, 10, 20, 40]
+    for small, large in itertools.pairwise(keys):
+        assert set(small) < set(large)
+    assert keys[2] == sorted(keys[2], key=int)
+    assert take_share(images, 0.5, seed=4)["sample_key"][:] != keys[2]
+    assert len(take_share(images, 1e-9, seed=3)) == 1
+
+
+@pytest.mark.parametrize("share", [0, -0.5, 1.5, float("nan"), True])
+def test_a_share_is_a_fraction(share):
+    with pytest.raises(ValueError, match=r"train\.share=.* must be above 0 and at most 1"):
+        take_share(Dataset.from_dict({"sample_key": ["1"]}), share, seed=0)
 
 
 def test_metrics_file_continues_from_a_step(tmp_path: Path):

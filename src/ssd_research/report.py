@@ -10,10 +10,19 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from ssd_research.reporting.cells import find_cells, groups
-from ssd_research.reporting.page import Section, section, to_html, to_latex, to_markdown
+from ssd_research.reporting.beside import table_sections
+from ssd_research.reporting.cells import find_cells, find_imageless, groups
+from ssd_research.reporting.experiment import chosen
+from ssd_research.reporting.page import (
+    Section,
+    imageless,
+    section,
+    to_html,
+    to_latex,
+    to_markdown,
+)
 from ssd_research.reporting.readme import publish
-from ssd_research.reporting.tables import Column, csv_text, filled, markdown
+from ssd_research.reporting.tables import Column, csv_text, filled
 from ssd_research.runs import open_run, stage_main, write_atomic
 
 BRIEF = (
@@ -31,18 +40,23 @@ BRIEF = (
 def run(cfg: DictConfig) -> Path:
     """Write `report.html`, `report.md`, `table.csv` and `table.tex`, and return the run folder.
 
+    With `experiment=` naming a table of the paper, exactly its cells are read.
+
     Raises:
-        ValueError: if there is no finished generate run, or README.md lacks the results markers.
+        ValueError: if there is no finished run, or README.md lacks the results markers.
         FileNotFoundError: if `report.readme` is true and there is no README.md.
     """
     if cfg.report.images < 0:
         raise ValueError(f"report.images={cfg.report.images} must be at least 0")
-    root = Path(str(cfg.output_dir)).expanduser()
-    cells = find_cells(root, cfg.model.name, str(cfg.name), folders=cfg.report.generate)
-    sections = [section(group, pictures=cfg.report.images) for group in groups(cells)]
+    if cfg.table is None:
+        sections = found_sections(cfg)
+    else:
+        cfg, given = chosen(cfg)
+        sections = table_sections(cfg, given)
+    cells = [cell for one in sections for cell in one.cells]
     identity = {
         "generate": [cell.folder.name for cell in cells],
-        "evaluate": sorted(s["run_id"] for cell in cells for s in cell.scores.values()),
+        "evaluate": sorted(run for one in sections for run in one.evaluations),
         "images": cfg.report.images,
     }
     stage = open_run(cfg, "report", identity)
@@ -55,15 +69,29 @@ def run(cfg: DictConfig) -> Path:
     return stage.folder
 
 
+def found_sections(cfg: DictConfig) -> list[Section]:
+    """Return a section for every group of comparable runs of this model and name.
+
+    Raises ValueError if there is no finished generate run.
+    """
+    root, model, name = Path(str(cfg.output_dir)).expanduser(), cfg.model.name, str(cfg.name)
+    cells = find_cells(root, model, name, folders=cfg.report.generate)
+    sections = [section(group, pictures=cfg.report.images) for group in groups(cells)]
+    return sections + imageless(find_imageless(root, model, name))
+
+
 def say(sections: Sequence[Section], page: Path) -> None:
-    """Print the columns that matter most of every section, and where the page is."""
+    """Print what matters most of every section's first table, and where the page is."""
     console = Console()
     for one in sections:
-        columns = filled(BRIEF, one.rows)
+        rows = one.tables[0].rows
+        columns = filled(BRIEF, rows)
+        if not columns:
+            continue
         table = RichTable(title=one.title, title_justify="left")
         for n, column in enumerate(columns):
             table.add_column(column.title, justify="right" if n else "left")
-        for row in one.rows:
+        for row in rows:
             table.add_row(*(column.text({**row, f"{column.key}_ci": None}) for column in columns))
         console.print(table)
     console.print(f"open {page}", soft_wrap=True, highlight=False)
@@ -82,11 +110,7 @@ def pages(sections: Sequence[Section]) -> dict[str, str]:
 
 def write_readme(sections: Sequence[Section], *, name: str) -> None:
     """Put the tables into README.md and the whole report into `results/`."""
-    tables = [
-        f"{table.caption}\n\n{markdown(table.columns, table.rows)}"
-        for one in sections
-        for table in one.tables
-    ]
+    tables = [table.markdown() for one in sections for table in one.tables]
     publish("results", "\n".join(tables), file=f"{name}.md", whole=to_markdown(sections))
 
 

@@ -32,7 +32,7 @@ from ssd_research.runs import (
     stage_main,
     whole_number,
 )
-from ssd_research.training.data import DistilledImages, data_fingerprint, read_distilled
+from ssd_research.training.data import DistilledImages, data_fingerprint, read_distilled, take_share
 from ssd_research.training.devices import claim_device, device_arguments
 from ssd_research.training.eagle import EagleTraining, check_options
 from ssd_research.training.module import DrafterTraining, HeadTraining, Recipe
@@ -61,7 +61,7 @@ def run(cfg: DictConfig) -> Path:
     device = claim_device(devices["accelerator"])
     backbone = load_backbone(OmegaConf.merge(cfg, {"runtime": {"device": device}}))
     folder = _data_folder(cfg)
-    images = read_distilled(folder, backbone)
+    images = take_share(read_distilled(folder, backbone), cfg.train.share, seed=cfg.seed)
     data = DistilledImages(
         images,
         batch_size=cfg.train.batch_size,

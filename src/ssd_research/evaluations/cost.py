@@ -16,7 +16,7 @@ from ssd_research.metrics import cost
 from ssd_research.metrics.cost import Bench
 from ssd_research.prompts import load_prompts
 from ssd_research.provenance import device_name, git_sha
-from ssd_research.reporting.tables import Column, markdown
+from ssd_research.reporting.tables import Column, Table
 from ssd_research.runs import (
     load_backbone,
     numeric_identity,
@@ -58,6 +58,7 @@ def run(cfg: DictConfig) -> Path:
     prompts = [prompt] * facts["batch_size"]
     bench = Bench.start(backbone, prompts, sampling=sampling, rows=rows, repeats=repeats)
     found = cost.measure(bench, rows=rows, positions=facts["positions"])
+    table = costs(found, facts, model=cfg.model.name)
     scores = {
         "benchmark": cfg.eval.name,
         "version": cost.VERSION,
@@ -70,11 +71,11 @@ def run(cfg: DictConfig) -> Path:
         "higher_is_better": False,
         "seed": cfg.seed,
         "blocks": found,
+        "table": asdict(table),
     }
     write_atomic(stage.folder / "scores.json", json.dumps(scores, indent=2) + "\n")
-    text = table(found, facts, model=cfg.model.name)
-    write_atomic(stage.folder / "table.md", text)
-    log.info("draft and verify cost\n%s", text)
+    write_atomic(stage.folder / "table.md", table.markdown())
+    log.info(table.markdown())
     return stage.finish({"blocks": found})
 
 
@@ -95,12 +96,13 @@ def settings(cfg: DictConfig, backbone: Backbone) -> dict[str, Any]:
     }
 
 
-def table(found: Sequence[dict[str, Any]], facts: dict[str, Any], *, model: str) -> str:
-    """Return our costs, then the paper's of the same model, as Markdown."""
+def costs(found: Sequence[dict[str, Any]], facts: dict[str, Any], *, model: str) -> Table:
+    """Return our costs, then the paper's of the same model."""
     printed = [{"source": "here", **row} for row in found]
     printed += [{"source": "paper", **row} for row in paper.table(13) if row["model"] == model]
-    note = (
-        f"Measured on {facts['device']}, {facts['dtype']}, batch {facts['batch_size']}: medians of "
-        f"{facts['repeats']} repetitions, means over {facts['positions']} places in the image.\n"
+    caption = (
+        f"Draft and verify cost on {facts['device']}, {facts['dtype']}, batch "
+        f"{facts['batch_size']}: medians of {facts['repeats']} repetitions, means over "
+        f"{facts['positions']} places in the image."
     )
-    return f"{markdown(COLUMNS, printed)}\n{note}"
+    return Table(caption, COLUMNS, printed)

@@ -125,6 +125,23 @@ def _evaluations(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield meta["started"], {**scores, "run_id": path.parent.name}
 
 
+def find_imageless(root: Path, model: str, name: str) -> dict[str, dict[str, Any]]:
+    """Return the tables of evaluations of a model and name that need no images, by run id.
+
+    Of several of one benchmark the newest counts.
+    """
+    newest: dict[str, tuple[str, dict[str, Any]]] = {}
+    for done in sorted((root / "evaluate" / model / name).glob("*/DONE"), key=_finished):
+        scores = json.loads((done.parent / "scores.json").read_text(encoding="utf-8"))
+        if "images" not in scores and "table" in scores:
+            newest[scores["benchmark"]] = done.parent.name, scores
+    return dict(newest.values())
+
+
+def _finished(done: Path) -> float:
+    return done.stat().st_mtime
+
+
 def groups(cells: Iterable[Cell]) -> list[list[Cell]]:
     """Return the cells in groups that may be compared, the largest group first."""
     found: dict[str, list[Cell]] = {}

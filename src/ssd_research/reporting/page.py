@@ -1,7 +1,7 @@
 """The report as text: Markdown, LaTeX and one HTML page without other files."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from ssd_research.reporting import measures
 from ssd_research.reporting.cells import Cell
 from ssd_research.reporting.pictures import PictureRow, shown_width, side_by_side
 from ssd_research.reporting.qualities import QUALITIES, judge_of
-from ssd_research.reporting.tables import Column, Row, filled, latex, markdown
+from ssd_research.reporting.tables import Column, Row, Table, filled, latex
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 PAPER = (
@@ -36,17 +36,11 @@ NOTES = (
 
 
 @dataclass(frozen=True)
-class Table:
-    """One printed table: caption, columns that have something to print, rows."""
-
-    caption: str
-    columns: list[Column]
-    rows: Sequence[Row]
-
-
-@dataclass(frozen=True)
 class Section:
-    """One group of comparable cells: title, tables, warnings, how it was made, and pictures."""
+    """One group of comparable cells: title, tables, warnings, how it was made, and pictures.
+
+    `evaluations` are the ids of the runs whose scores are printed.
+    """
 
     title: str
     cells: Sequence[Cell]
@@ -56,6 +50,7 @@ class Section:
     facts: list[tuple[str, str]]
     pictures: list[PictureRow]
     width: int
+    evaluations: list[str]
 
 
 def section(cells: Sequence[Cell], *, pictures: int) -> Section:
@@ -71,6 +66,7 @@ def section(cells: Sequence[Cell], *, pictures: int) -> Section:
         facts=facts(cells),
         pictures=shown,
         width=shown_width(cells[0].image_width) if shown else 0,
+        evaluations=[scores["run_id"] for cell in cells for scores in cell.scores.values()],
     )
 
 
@@ -85,18 +81,33 @@ def title(cell: Cell) -> str:
 def layout(cells: Sequence[Cell], rows: Sequence[Row]) -> list[Table]:
     """Return the tables of speed and quality, and the paper's own where it has the model."""
     setting = measures.column_setting(cells)
-    tables = [Table(f"Speed. Latency on {setting}.", filled(measures.SPEED, rows), rows)]
+    tables = [Table.of(f"Speed. Latency on {setting}.", measures.SPEED, rows)]
     for quality in QUALITIES:
         shown = filled(quality.columns, rows)
         if shown:
             judge = judge_of(quality, [cell.scores for cell in cells])
             tables.append(Table(f"{quality.title} {judge}.", [measures.DECODER, *shown], rows))
-    printed = [
-        {**row, "method": paper_method(row)} for row in paper.sweep(cells[0].config.model.name)
-    ]
-    if printed:
-        tables.append(Table(PAPER_NOTE, filled(PAPER, printed), printed))
-    return tables
+    for cell in cells:
+        for scores in cell.scores.values():
+            if "table" in scores:
+                own = Table.from_data(scores["table"])
+                tables.append(replace(own, caption=f"{cell.title}: {own.caption}"))
+    return [*tables, *printed(cells[0].config.model.name)]
+
+
+def printed(model: str) -> list[Table]:
+    """Return the paper's own speeds and qualities of a model, if it has it."""
+    rows = [{**row, "method": paper_method(row)} for row in paper.sweep(model)]
+    return [Table.of(PAPER_NOTE, PAPER, rows)] if rows else []
+
+
+def imageless(found: Mapping[str, Mapping[str, Any]]) -> list[Section]:
+    """Return a section for scores, by run id, of evaluations that need no images, if any."""
+    if not found:
+        return []
+    tables = [Table.from_data(scores["table"]) for scores in found.values()]
+    facts = [("Runs", "; ".join(f"{s['benchmark']}: {run}" for run, s in found.items()))]
+    return [Section("Evaluations without images", [], [], tables, [], facts, [], 0, list(found))]
 
 
 def paper_method(row: Row) -> str:
@@ -164,9 +175,7 @@ def to_markdown(sections: Sequence[Section]) -> str:
     parts = ["# Results\n"]
     for one in sections:
         parts += [f"## {one.title}\n", *[f"**Note.** {text}\n" for text in one.warnings]]
-        parts += [
-            f"{table.caption}\n\n{markdown(table.columns, table.rows)}" for table in one.tables
-        ]
+        parts += [table.markdown() for table in one.tables]
         parts.append("".join(f"- {label}: {text}\n" for label, text in one.facts))
     return "\n".join([*parts, " ".join(NOTES), ""])
 

@@ -45,6 +45,30 @@ class Column:
         return f"{value:{sign},.{places}f}{self.suffix}"
 
 
+@dataclass(frozen=True)
+class Table:
+    """One printed table: caption, columns that have something to print, rows."""
+
+    caption: str
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+
+    @classmethod
+    def of(cls, caption: str, columns: Sequence[Column], rows: Sequence[Row]) -> "Table":
+        """Return the table without the columns in which no row has anything to print."""
+        return cls(caption, filled(columns, rows), rows)
+
+    def markdown(self) -> str:
+        """Return the caption and the table as Markdown."""
+        return f"{self.caption}\n\n{markdown(self.columns, self.rows)}"
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> "Table":
+        """Return the table that `dataclasses.asdict` made plain, as scores.json holds it."""
+        columns = [Column(**column) for column in data["columns"]]
+        return cls(data["caption"], columns, data["rows"])
+
+
 def filled(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
     """Return the columns in which at least one row has something to print."""
     return [c for c in columns if any(c.text(row) != BLANK for row in rows)]

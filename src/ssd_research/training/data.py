@@ -52,6 +52,20 @@ def read_distilled(folder: Path, backbone: Backbone) -> Dataset:
     return images
 
 
+def take_share(images: Dataset, share: float, *, seed: int) -> Dataset:
+    """Return a seeded choice of a share of the images, in their order; a smaller one is part of it.
+
+    Raises ValueError unless 0 < share <= 1.
+    """
+    if isinstance(share, bool) or not 0 < share <= 1:
+        raise ValueError(f"train.share={share} must be above 0 and at most 1")
+    count = max(1, round(share * len(images)))
+    if count == len(images):
+        return images
+    order = np.random.default_rng(seed).permutation(len(images))
+    return images.select(np.sort(order[:count]))
+
+
 def _check_teacher(manifest: Path, backbone: Backbone) -> None:
     if not manifest.is_file():
         return
