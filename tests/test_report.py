@@ -207,7 +207,7 @@ def test_every_kind_of_score_has_its_table(tree: Path) -> None:
     assert "| AR | 75.00 [62.50, 87.50] | 75.00 [50.00, 100.00] |" in text
     assert "SSD r=2: DPG-Bench covers 50% of its images." in text
     assert "against 7 reference images (01234567, preprocess none)" in text
-    assert "| SSD r=2 | 29.19 |" in text
+    assert "| SSD r=2 | 29.190 |" in text
     assert "by vq 1, 4 images of 3 prompts" in text
     assert "| SSD r=2 | 0.70 | 0.50 | 0.25 | +24.5 % |" in text
     row = read_csv(folder)["SSD r=2"]

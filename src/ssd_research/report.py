@@ -4,6 +4,7 @@ Nothing is measured here: numbers come from `generate` and `evaluate` runs, foun
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -16,6 +17,7 @@ from ssd_research.reporting.experiment import chosen
 from ssd_research.reporting.page import (
     Section,
     imageless,
+    no_reference,
     section,
     to_html,
     to_latex,
@@ -33,7 +35,7 @@ BRIEF = (
     Column("geneval", "GenEval", digits=3),
     Column("dpg", "DPG-Bench"),
     Column("nll", "NLL", digits=3),
-    Column("fid", "FID"),
+    Column("fid", "FID", digits=3),
 )
 
 
@@ -76,7 +78,10 @@ def found_sections(cfg: DictConfig) -> list[Section]:
     """
     root, model, name = Path(str(cfg.output_dir)).expanduser(), cfg.model.name, str(cfg.name)
     cells = find_cells(root, model, name, folders=cfg.report.generate)
-    sections = [section(group, pictures=cfg.report.images) for group in groups(cells)]
+    sections = []
+    for group in groups(cells):
+        one = section(group, pictures=cfg.report.images)
+        sections.append(replace(one, warnings=[*no_reference(group), *one.warnings]))
     return sections + imageless(find_imageless(root, model, name))
 
 

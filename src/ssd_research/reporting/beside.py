@@ -33,7 +33,7 @@ PAIRS = (
     (Column("geneval_position", "Position"), "position"),
     (Column("geneval_color_attr", "Color attribution"), "color_attribution"),
     (Column("geneval", "GenEval"), "geneval"),
-    (Column("fid", "FID"), "fid"),
+    (Column("fid", "FID", digits=3), "fid"),
 )
 
 

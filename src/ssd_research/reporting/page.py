@@ -119,14 +119,8 @@ def paper_method(row: Row) -> str:
 
 
 def warnings(cells: Sequence[Cell], rows: Sequence[Row]) -> list[str]:
-    """Return what a reader must know before comparing: no AR, odd settings, missing scores."""
+    """Return what a reader must know before comparing: odd settings, missing scores."""
     found = []
-    model, name = cells[0].config.model.name, cells[0].config.name
-    if measures.reference(cells) is None:
-        found.append(
-            "There is no AR run to compare with; make it with the same prompts and seed: "
-            f"python -m ssd_research.generate model={model} name={name} decoder=ar"
-        )
     if any(row["seconds_per_image_note"] for row in rows):
         found.append(
             "Latencies of another device, dtype or batch size are not shown in one column."
@@ -140,6 +134,17 @@ def warnings(cells: Sequence[Cell], rows: Sequence[Row]) -> list[str]:
             share = f"{row['nll_outside']:.2%}"
             found.append(f"{cell.title}: p excludes {share} of the codes; NLL leaves them out.")
     return found
+
+
+def no_reference(cells: Sequence[Cell]) -> list[str]:
+    """Return what to do where there is no AR run to compare with."""
+    if measures.reference(cells) is not None:
+        return []
+    model, name = cells[0].config.model.name, cells[0].config.name
+    return [
+        "There is no AR run to compare with; make it with the same prompts and seed: "
+        f"python -m ssd_research.generate model={model} name={name} decoder=ar"
+    ]
 
 
 def facts(cells: Sequence[Cell]) -> list[tuple[str, str]]:

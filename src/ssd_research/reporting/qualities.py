@@ -118,7 +118,7 @@ QUALITIES = (
     Quality(
         "FID",
         "fid",
-        (Column("fid", "FID"),),
+        (Column("fid", "FID", digits=3),),
         _fid,
         lambda s: (
             f"by {s['judge']} on {s['n_scored']} images, against {s['reference']['n']} reference "
