@@ -31,16 +31,21 @@ PATIENCE = 60  # seconds; a busy machine starts a browser slowly
 
 
 class Browser:
-    """One running browser with one tab; what it keeps is in `profile`, downloads in `downloads`."""
+    """One running browser with one tab; what it keeps is in `profile`, downloads in `downloads`.
+
+    `requests` are the addresses that the pages have asked for, of files as of the network.
+    """
 
     def __init__(self, profile: Path, downloads: Path, *, width: int = 1280, height: int = 800):
         self._buffer, self._last, self._session = b"", 0, None
+        self.requests: list[str] = []
         self._start(profile, f"--window-size={width},{height}")
         self._call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(downloads))
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         attached = self._call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
         self._call("Page.enable")
+        self._call("Network.enable")
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._call("Emulation.setDeviceMetricsOverride", **size)
 
@@ -63,7 +68,7 @@ class Browser:
             os.close(end)
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Send one command and return its result; events on the way are passed over."""
+        """Send one command and return its result; of the events on the way, keep the requests."""
         self._last += 1
         message = {"id": self._last, "method": method, "params": params}
         if self._session:
@@ -71,6 +76,8 @@ class Browser:
         os.write(self._out, json.dumps(message).encode() + b"\0")
         while True:
             answer = self._receive(method)
+            if answer.get("method") == "Network.requestWillBeSent":
+                self.requests.append(answer["params"]["request"]["url"])
             if answer.get("id") == self._last:
                 assert "error" not in answer, (method, answer)
                 return answer["result"]

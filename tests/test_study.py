@@ -2,14 +2,16 @@
 
 import csv
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +23,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image, PngImagePlugin
+from scipy import stats
 
 import chromium
 from ssd_research import paper, study
@@ -30,6 +33,7 @@ from ssd_research.paths import conf_dir
 from ssd_research.reporting import study_page
 from ssd_research.reporting.cells import read_cell
 
+DATA = Path(__file__).parents[2] / "shared" / "data"
 PROMPTS = [f"{number} <b>red</b> circles & a 'cross'" for number in range(6)]
 TABLE_10 = (23, 24, 26, 27, 29, 30, 33)  # of 50 pairs each: 192 of 350, sd 7.0
 needs_browser = pytest.mark.skipif(chromium.PROGRAM is None, reason="chromium is not installed")
@@ -124,7 +128,7 @@ def answered(
         sides = (winner, loser) if n < left else (loser, winner)
         answer = {"pair": pair, "left": sides[0], "right": sides[1], "seconds": 1.5}
         answers.append({**answer, "choice": "left" if n < left else "right"})
-    content = {"format": "ssd-study-responses 1", "study": key["study"]}
+    content = {"format": "blind-study-responses 1", "study": key["study"]}
     path = built / "responses" / f"responses-{evaluator}.json"
     path.write_text(json.dumps({**content, "evaluator": evaluator, "answers": answers}))
     return path
@@ -166,8 +170,6 @@ def test_the_t_test_of_table_10_as_printed() -> None:
 
 
 def test_estimates_equal_scipy_on_the_rates() -> None:
-    from scipy import stats
-
     rates = [won / 50 for won in TABLE_10]
     found, scipys = preference.over_evaluators(rates), stats.ttest_1samp(rates, 0.5)
     assert (found.t, found.p) == pytest.approx((scipys.statistic, scipys.pvalue))
@@ -201,6 +203,79 @@ def test_prompts_are_redrawn_whole() -> None:
     ten = preference.bootstrap_prompts(votes((12,) * 10, of=20), samples=4000, seed=0)
     assert ten == one
     assert one == pytest.approx((0.6 - 0.215, 0.6 + 0.215), abs=0.04)
+
+
+def test_one_prompt_cannot_be_redrawn() -> None:
+    assert preference.bootstrap_prompts(votes((1, 0), of=1), samples=10, seed=0) is None
+
+
+needs_data = pytest.mark.skipif(not DATA.exists(), reason="the evaluation data is not beside us")
+
+
+def rows_of(*parts: str) -> list[dict[str, str]]:
+    with DATA.joinpath(*parts).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def check_by_hand(found: dict, ballots: list[Vote]) -> None:
+    """Compare with the same numbers by matrix and scipy's own tests."""
+    who, prompt, won = (
+        np.array([getattr(vote, field) for vote in ballots])
+        for field in ("evaluator", "prompt", "prefers_a")
+    )
+    rates = np.array([won[who == one].mean() for one in np.unique(who)])
+    test = stats.ttest_1samp(rates, 0.5)
+    assert found["evaluators"] == len(rates) == 5
+    assert found["win_rate"]["a"] == pytest.approx(rates.mean())
+    assert found["sd"] == pytest.approx(rates.std(ddof=1))
+    assert found["ci95"] == pytest.approx(tuple(test.confidence_interval(0.95)))
+    assert (found["t_test"]["t"], found["t_test"]["p"]) == pytest.approx(tuple(test))
+    hits, total = int(won.sum()), len(won)
+    assert (found["answers"]["hits"], found["answers"]["total"]) == (hits, total)
+    assert found["answers"]["p"] == pytest.approx(
+        2 * min(stats.binom.cdf([hits, total - hits], total, 0.5))
+    )
+    residuals = [(won - won.mean())[prompt == one].sum() for one in np.unique(prompt)]
+    half = 1.96 * np.linalg.norm(residuals) / total  # of a ratio, by the delta method
+    expected = (hits / total - half, hits / total + half)
+    assert found["prompts_ci95"] == pytest.approx(expected, abs=half / 8)
+
+
+@needs_data
+def test_real_ratings_of_tifa_as_votes() -> None:
+    """Raters of two models' images of one prompt prefer the one they rated higher; no ties."""
+    ratings: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+    for row in rows_of("dsg", "tifa160-likert-anns.csv"):
+        ratings[row["worker_id"], row["item_id"]][row["t2i_model"]] = int(row["answer"])
+    ballots = [
+        Vote(who, item, item, given["sd2dot1"] > given["mini-dalle"], bool(n % 2), 1.0)
+        for n, ((who, item), given) in enumerate(ratings.items())
+        if len({given.get("sd2dot1"), given.get("mini-dalle"), None}) == 3
+    ]
+    found = preference.aggregate(ballots, samples=2000, seed=0)
+    check_by_hand(found, ballots)
+    assert (found["answers"]["hits"], found["answers"]["total"]) == (292, 438)
+
+
+@needs_data
+def test_real_annotations_of_geneval_as_votes() -> None:
+    """The k-th raters of two models' images of one prompt prefer the better rated one."""
+    quality: dict[str, dict[str, list[float]]] = {}
+    for model in ("if-xl", "sdv2"):
+        quality[model] = defaultdict(list)
+        for row in rows_of("geneval", "annotations", f"annotations_{model}.csv"):
+            quality[model][row["Input.index"]].append(float(row["Answer.task-quality"] or "nan"))
+    ballots = [
+        Vote(f"rater {k}", image, image.partition("_")[0], one > two, bool(k % 2), 1.0)
+        for image in sorted(set(quality["if-xl"]) & set(quality["sdv2"]))
+        for k, (one, two) in enumerate(
+            zip(quality["if-xl"][image], quality["sdv2"][image], strict=False)
+        )
+        if one > two or two > one
+    ]
+    found = preference.aggregate(ballots, samples=2000, seed=0)
+    check_by_hand(found, ballots)
+    assert (found["answers"]["hits"], found["answers"]["total"]) == (661, 1041)
 
 
 def test_no_answer_is_refused() -> None:
@@ -238,10 +313,10 @@ def test_the_page_does_not_tell_the_methods_apart(built: Path) -> None:
     page, key = built / "page", key_of(built)
     html = (page / "index.html").read_text()
     for word in ("AR", "SSD", "r=2", "aaa", "bbb", "generate", "decoder", "key.json"):
-        assert not re.search(rf"\b{re.escape(word)}\b", html), word
+        assert not re.search(rf"\b{re.escape(word)}\b", html, re.IGNORECASE), word
     content = json.loads(re.search(r'application/json">(.*?)</script>', html, re.DOTALL)[1])
     first = [key["pairs"][pair["pair"]]["a"] == pair["images"][0] for pair in content["pairs"]]
-    assert 0 < sum(first) < len(first)
+    assert sum(first) == len(first) / 2
     for file in (page / "images").iterdir():
         assert Image.open(file).info == {}
         assert re.fullmatch(r"[0-9a-f]{16}\.png", file.name)
@@ -280,7 +355,23 @@ def test_a_study_is_built_once(tmp_path: Path, runs: dict[str, str]) -> None:
     folder = study.run(cfg)
     before = (folder / "page" / "index.html").stat().st_mtime_ns
     assert study.run(cfg) == folder
+    (folder / "DONE").unlink()  # killed before its last line: a page that is there is whole
+    assert study.run(cfg) == folder
     assert (folder / "page" / "index.html").stat().st_mtime_ns == before
+
+
+def test_a_lost_page_is_written_again_and_answers_stay(
+    tmp_path: Path, built: Path, runs: dict[str, str]
+) -> None:
+    ann = answered(built, "ann", wins=3)
+    kept = {name: (built / name).read_bytes() for name in ("key.json", "page/index.html")}
+    shutil.rmtree(built / "page")
+    assert study.run(configured(tmp_path, action="build", **runs)).name == built.name
+    key = json.loads(kept["key.json"]) | {"methods": key_of(built)["methods"]}
+    assert key == key_of(built)
+    assert (built / "page" / "index.html").read_bytes() == kept["page/index.html"]
+    assert ann.exists()
+    assert len(list((built / "page" / "images").iterdir())) == 2 * len(PROMPTS)
 
 
 def test_a_killed_build_leaves_no_page_and_is_built_again(
@@ -314,8 +405,35 @@ def test_pairs_of_equal_pictures_are_passed_over(tmp_path: Path, runs: dict[str,
 def test_two_runs_of_one_method_are_told_apart(tmp_path: Path) -> None:
     runs = [generate(tmp_path, name, method=n) for n, name in enumerate(("aaa", "bbb"))]
     folder = study.run(configured(tmp_path, action="build", a=str(runs[0]), b=str(runs[1])))
-    labels = [method["label"] for method in key_of(folder)["methods"].values()]
-    assert labels == ["AR (aaa)", "AR (bbb)"]
+    assert labels_of(folder) == ["AR (aaa)", "AR (bbb)"]
+
+
+def labels_of(folder: Path) -> list[str]:
+    return [method["label"] for method in key_of(folder)["methods"].values()]
+
+
+def test_two_models_are_told_apart(tmp_path: Path) -> None:
+    a = generate(tmp_path, "aaa", "model=janus_pro", "decoder=ar")
+    b = generate(tmp_path, "bbb", "model=janus_pro_1b", "decoder=ar", method=1)
+    folder = study.run(configured(tmp_path, action="build", a=str(a), b=str(b)))
+    assert labels_of(folder) == ["janus_pro AR", "janus_pro_1b AR"]
+    assert key_of(folder)["model"] == "janus_pro and janus_pro_1b"
+
+
+@pytest.mark.parametrize("count", [1, 2, 9, 10, 27, 50])
+def test_each_method_comes_first_in_half_of_every_group(runs: dict[str, str], count: int) -> None:
+    cells = [read_cell(Path(runs[side])) for side in "ab"]
+    (one,), _ = study_page.choose_pairs(*cells, count=1, seed=0)
+    pairs = [replace(one, id=f"{n:04d}", names=(f"a{n}", f"b{n}")) for n in range(count)]
+    listed = study_page.sides(pairs[::-1], secret="x")
+    assert list(listed) == sorted(listed)
+    assert all(sorted(names) == [f"a{int(n)}", f"b{int(n)}"] for n, names in listed.items())
+    first = [names[0][0] == "a" for names in listed.values()]
+    groups = [first[start : start + 10] for start in range(0, count, 10)]
+    assert [sum(group) for group in groups] == [len(group) // 2 for group in groups]
+    if count == 50:
+        assert len(set(map(tuple, groups))) > 1
+        assert listed != study_page.sides(pairs, secret="y")
 
 
 REFUSED = {
@@ -328,6 +446,14 @@ REFUSED = {
     "no pairs": ({"pairs": 0}, "study.pairs=0 must be a whole number of at least 1"),
     "too many pairs": ({"pairs": 7}, "study.pairs=7 is needed, but the runs have 6"),
     "other action": ({"action": "publish"}, "study.action=publish is not known"),
+    "no action": ({"action": None}, "study.action=null is not known"),
+    "no title": ({"title": " "}, "study.title is empty; it is the headline"),
+    "a key": ({"key": "key.json"}, "study.key does nothing in study build"),
+    "responses": ({"responses": "here"}, "study.responses does nothing in study build"),
+    "analysed pairs": (
+        {"action": "analyse", "a": None, "b": None, "pairs": 3},
+        "study.pairs does nothing in study analyse",
+    ),
 }
 
 
@@ -366,10 +492,9 @@ def test_large_pictures_are_not_enlarged(tmp_path: Path, runs: dict[str, str]) -
     pairs, _ = study_page.choose_pairs(
         *(read_cell(Path(runs[side])) for side in "ab"), count=1, seed=0
     )
-    small = study_page.to_html("s", pairs, title="t", seed=0)
-    large = study_page.to_html(
-        "s", [type(pairs[0])(**{**vars(pairs[0]), "size": (768, 512)})], title="t", seed=0
-    )
+    shown = {"secret": "x", "title": "t", "seed": 0}
+    small = study_page.to_html("s", pairs, **shown)
+    large = study_page.to_html("s", [replace(pairs[0], size=(768, 512))], **shown)
     assert "--width: 384px; --ratio: 48 / 48; --rendering: pixelated" in small
     assert "--width: 768px; --ratio: 768 / 512; --rendering: auto" in large
 
@@ -424,6 +549,7 @@ def test_incomplete_evaluators_are_named_and_the_rest_counted_apart(
     assert "Incomplete: bob (2 pairs left), eve (6 pairs left)." in report
     assert "without them AR has 50.0" in report
     assert "| eve | 0 of 6 | – | – | – |" in report
+    assert "2 human evaluators, 10 of 18 answers" in report
 
 
 def test_no_answer_at_all_is_refused(tmp_path: Path, built: Path) -> None:
@@ -448,6 +574,13 @@ DEFECTS: dict[str, tuple[Callable[[dict], object], str]] = {
     ),
     "no choice": (lambda c: c["answers"][0].update(choice="both"), "chooses both, not left or"),
     "no time": (lambda c: c["answers"][0].pop("seconds"), "does not say how many seconds"),
+    **{
+        f"{time!r} seconds": (
+            lambda c, time=time: c["answers"][2].update(seconds=time),
+            "answer 3 does not say how many seconds",
+        )
+        for time in (math.nan, math.inf, -1, True, "2", 10**400)
+    },
     "no answer": (lambda c: c["answers"].append([]), "answer 7 is to pair None"),
 }
 
@@ -478,6 +611,48 @@ def test_every_defect_has_its_line(tmp_path: Path, built: Path) -> None:
     ]
 
 
+def test_files_that_are_no_downloads_are_named(tmp_path: Path, built: Path) -> None:
+    """What is passed over must not be an evaluator's answers under another name."""
+    ann = answered(built, "ann", wins=3)
+    (ann.parent / "superseded.json").mkdir()
+    (ann.parent / ".DS_Store").touch()
+    assert scores_of(study.run(configured(tmp_path, action="analyse")))["n_scored"] == 6
+    ann.with_name("responses-bob.json.txt").write_bytes(ann.read_bytes())
+    with pytest.raises(ValueError, match=r"responses-bob\.json\.txt does not end in \.json"):
+        study.run(configured(tmp_path, action="analyse"))
+
+
+@pytest.mark.parametrize("content", [b"", b"null", b"[" * 100_000, b"\xff\xfe{", b"{}"])
+def test_a_file_of_something_else_is_one_line(tmp_path: Path, built: Path, content: bytes) -> None:
+    answered(built, "ann", wins=3).with_name("x.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"^x\.json (is no whole JSON|holds no answers).*$"):
+        study.run(configured(tmp_path, action="analyse"))
+
+
+def test_a_file_saved_by_an_editor_is_read(tmp_path: Path, built: Path) -> None:
+    path = answered(built, "ann", wins=3)
+    text = json.dumps(json.loads(path.read_text()), indent=2)
+    path.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    assert scores_of(study.run(configured(tmp_path, action="analyse")))["n_scored"] == 6
+
+
+def test_seven_files_of_fifty_answers_are_table_10(tmp_path: Path, built: Path) -> None:
+    pairs = {
+        f"pair {n}": {"prompt_id": f"p{n}", "prompt": "", "a": f"a{n}", "b": f"b{n}"}
+        for n in range(50)
+    }
+    changed(built / "key.json", lambda key: key.update(pairs=pairs, equal_pairs_passed_over=3))
+    for n, wins in enumerate(TABLE_10):
+        answered(built, f"e{n}", wins=wins, left=25)
+    folder = study.run(configured(tmp_path, action="analyse"))
+    report = (folder / "report.md").read_text()
+    assert "| AR | 54.9 ± 7.0 % | 192 of 350 |" in report
+    assert "| SSD r=2 | 45.1 ± 7.0 % | 158 of 350 |" in report
+    assert "t interval [48.4, 61.3] %, t test against 50 %: p = .116 (df 6)" in report
+    assert "binomial test p = .078" in report
+    assert "3 pairs of equal pictures were passed over" in report
+
+
 def test_files_and_key_can_be_named(tmp_path: Path, built: Path) -> None:
     ann, _ = answered(built, "ann", wins=3), answered(built, "bob", wins=6)
     options = {"action": "analyse", "key": str(built)}
@@ -498,6 +673,12 @@ def test_without_a_study_there_is_nothing_to_analyse(tmp_path: Path) -> None:
 
 
 def test_a_key_that_is_none_is_refused(tmp_path: Path, built: Path) -> None:
+    answered(built, "ann", wins=3)
+    whole = key_of(built)
+    for pairs in ([], {"x": {}}, {"x": []}):
+        (built / "key.json").write_text(json.dumps(whole | {"pairs": pairs}))
+        with pytest.raises(ValueError, match=r"key\.json is no key of a study"):
+            study.run(configured(tmp_path, action="analyse"))
     (built / "key.json").write_text("{}")
     with pytest.raises(ValueError, match=r"key\.json is no key of a study"):
         study.run(configured(tmp_path, action="analyse"))
@@ -574,7 +755,7 @@ class Evaluator:
 
     def shown(self) -> tuple[str, str, str]:
         """Return prompt, left and right picture, once both are there."""
-        self.browser.wait("shown !== null")
+        self.browser.wait("ready()")
         names = [
             self.browser.run(
                 f"document.querySelector('#{side} img').src.match(/images.(.*).png/)[1]"
@@ -596,13 +777,17 @@ class Evaluator:
 
 
 def downloaded(browser: chromium.Browser, file: Path) -> dict:
-    browser.run("document.querySelector('#end [data-action=download]').click()")
+    browser.press("Enter")  # the button for it has the focus
     browser.wait("!document.querySelector('#saved span').hidden")
     deadline = time.monotonic() + chromium.PATIENCE
     while not file.exists():  # it has its name only once it is whole
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return json.loads(file.read_text())
+
+
+def lefts_of_a(file: dict, key: dict) -> int:
+    return sum(a["left"] == key["pairs"][a["pair"]]["a"] for a in file["answers"])
 
 
 def visible(browser: chromium.Browser) -> list[str]:
@@ -647,7 +832,8 @@ def test_two_evaluators_answer_and_one_comes_back(tmp_path: Path, built: Path) -
         file = downloaded(browser, files / "responses-ann-lee.json")
         assert file["complete"]
         assert [(a["left"], a["right"]) for a in file["answers"]] == [a[1:3] for a in ann.answers]
-        assert all(a["seconds"] >= 0 for a in file["answers"])
+        assert all(a["seconds"] >= 0.3 for a in file["answers"])
+        assert lefts_of_a(file, key) == 3
 
         browser.open(page)
         browser.run("field.value = ''")
@@ -659,7 +845,10 @@ def test_two_evaluators_answer_and_one_comes_back(tmp_path: Path, built: Path) -
         assert browser.run("answers.length") == 0
         for _ in range(6):
             bob.answer()
-        downloaded(browser, files / "responses-bob.json")
+        assert lefts_of_a(downloaded(browser, files / "responses-bob.json"), key) == 3
+        there = ((built / "page").as_uri(), "blob:", "data:")
+        assert len(browser.requests) >= 2 * len(PROMPTS)
+        assert all(url.startswith(there) for url in browser.requests)
     orders = [[answer[0] for answer in one.answers] for one in (ann, bob)]
     assert sorted(orders[0]) == sorted(orders[1]) == PROMPTS
     assert orders[0] != orders[1]
@@ -668,6 +857,37 @@ def test_two_evaluators_answer_and_one_comes_back(tmp_path: Path, built: Path) -
     assert found["sd"] == pytest.approx(np.std([4 / 6, 2 / 6], ddof=1))
     assert found["missing"] == {}
     assert found["left"]["hits"] == sum(answer[3] for answer in ann.answers + bob.answers)
+
+
+@needs_browser
+def test_a_narrow_window_turns_back_to_the_prompt(tmp_path: Path, built: Path) -> None:
+    with chromium.Browser(tmp_path / "profile", tmp_path, width=320, height=300) as browser:
+        browser.open(built / "page" / "index.html")
+        browser.type("ann")
+        browser.press("Enter")
+        browser.wait("ready()")
+        assert browser.run("document.documentElement.scrollWidth") <= 320
+        browser.run("scrollTo(0, 100)")
+        assert browser.run("scrollY") > 0
+        browser.run("pictures.right.click()")
+        browser.wait("ready()")
+        assert browser.run("[answers.length, scrollY]") == [1, 0]
+
+
+@needs_browser
+def test_pressing_twice_answers_one_pair(tmp_path: Path, built: Path) -> None:
+    with chromium.Browser(tmp_path / "profile", tmp_path) as browser:
+        browser.open(built / "page" / "index.html")
+        browser.type("ann")
+        browser.press("Enter")
+        browser.wait("ready()")
+        browser.run("choose('left')")
+        browser.wait("shown !== null")
+        browser.run("shown.since = performance.now(); choose('left'); pictures.left.click()")
+        assert browser.run("answers.length") == 1
+        browser.wait("ready()")
+        browser.run("pictures.left.click()")
+        assert browser.run("answers.length") == 2
 
 
 @needs_browser

@@ -25,16 +25,22 @@ from ssd_research.runs import open_run, run_id, stage_main, whole_number, write_
 
 log = logging.getLogger(__name__)
 
+ELSEWHERE = {"build": ("key", "responses"), "analyse": ("a", "b", "pairs")}  # options without use
+
 
 def run(cfg: DictConfig) -> Path:
     """Build a study or analyse its responses, as `study.action` says, and return the run folder."""
     actions = {"build": build, "analyse": analyse}
-    if cfg.study.action not in actions:
+    action = cfg.study.action
+    if action not in actions:
         raise ValueError(
-            f"study.action={cfg.study.action} is not known; say "
+            f"study.action={'null' if action is None else action} is not known; say "
             "python -m ssd_research.study build, or python -m ssd_research.study analyse"
         )
-    return actions[cfg.study.action](cfg)
+    for option in ELSEWHERE[action]:
+        if cfg.study[option] is not None:
+            raise ValueError(f"study.{option} does nothing in study {action}; leave it out")
+    return actions[action](cfg)
 
 
 def build(cfg: DictConfig) -> Path:
@@ -46,7 +52,9 @@ def build(cfg: DictConfig) -> Path:
         FileNotFoundError: if an image is missing.
     """
     cells = [finished(cfg, "study.a"), finished(cfg, "study.b")]
-    seed, title = whole_number(cfg, "study.seed"), str(cfg.study.title)
+    seed, title = whole_number(cfg, "study.seed"), str(cfg.study.title or "").strip()
+    if not title:
+        raise ValueError("study.title is empty; it is the headline of the page")
     count = None if cfg.study.pairs is None else whole_number(cfg, "study.pairs", minimum=1)
     pairs, equal = study_page.choose_pairs(*cells, count=count, seed=seed)
     facts = {
@@ -58,19 +66,20 @@ def build(cfg: DictConfig) -> Path:
         "page": study_page.VERSION,
     }
     stage = open_run(cfg, "study", facts)
-    name = stage.folder.name
-    if not stage.done:
-        key = study_page.key(name, cells, pairs, title=title, seed=seed)
+    name, page = stage.folder.name, stage.folder / "page"
+    if not stage.done or not page.is_dir():
+        key = study_page.key(name, cells, pairs, equal=equal, title=title, seed=seed)
         write_atomic(stage.folder / "key.json", json.dumps(key, indent=2) + "\n")
-        html = study_page.to_html(name, pairs, title=title, seed=seed)
-        study_page.write_page(stage.folder / "page", html, pairs=pairs)
+        secret = f"{facts['a']} {facts['b']}"
+        html = study_page.to_html(name, pairs, secret=secret, title=title, seed=seed)
+        study_page.write_page(page, html, pairs=pairs)
         (stage.folder / "responses").mkdir(exist_ok=True)
         stage.finish({"pairs": len(pairs), "equal_pairs_passed_over": equal})
     if equal:
         log.warning("%d pairs of equal pictures were passed over", equal)
     console = Console()
     console.print(f"{len(pairs)} pairs; send this folder to the evaluators, and never key.json:")
-    console.print(str((stage.folder / "page").resolve()), soft_wrap=True, highlight=False)
+    console.print(str(page.resolve()), soft_wrap=True, highlight=False)
     return stage.folder
 
 
@@ -149,16 +158,26 @@ def response_files(cfg: DictConfig, study: Path) -> list[Path]:
     files = {
         file.resolve(): None  # in this order, each once
         for place in places
-        for file in (sorted(place.glob("*.json")) if place.is_dir() else [place])
+        for file in (downloads(place) if place.is_dir() else [place])
     }
     if not files:
         raise ValueError(f"{places[0]} holds no responses; put the downloaded .json files there")
     return list(files)
 
 
+def downloads(folder: Path) -> list[Path]:
+    """Return the files in a folder; ValueError if one is no download, as it would go unnoticed."""
+    files = [f for f in sorted(folder.iterdir()) if f.is_file() and not f.name.startswith(".")]
+    for file in files:
+        if file.suffix != ".json":
+            raise ValueError(f"{file} does not end in .json; rename it, or take it away")
+    return files
+
+
 def say(key: Key, found: Mapping[str, Any], folder: Path) -> None:
     """Print Table 10 of this study, its tests, and where the report is."""
-    table = Table(title=f"{found['judge']}, {len(key.pairs)} pairs", title_justify="left")
+    title = f"study {key.study}: {found['judge']}, {len(key.pairs)} pairs"
+    table = Table(title=title, title_justify="left")
     for number, column in enumerate(study_report.METHODS):
         table.add_column(column.title, justify="right" if number else "left")
     for row in study_report.method_rows(key, found):

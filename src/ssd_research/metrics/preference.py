@@ -79,15 +79,20 @@ def share(hits: int, total: int) -> dict[str, Any]:
     }
 
 
-def bootstrap_prompts(votes: Sequence[Vote], *, samples: int, seed: int) -> tuple[float, float]:
+def bootstrap_prompts(
+    votes: Sequence[Vote], *, samples: int, seed: int
+) -> tuple[float, float] | None:
     """Return the 95 % percentile interval of a's share of answers when prompts are redrawn.
 
-    A prompt brings all its answers along, as they stand or fall together.
+    A prompt brings all its answers along, as they stand or fall together. One prompt alone has
+    nothing to be redrawn from: None.
     """
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for vote in votes:
         sums[vote.prompt][0] += vote.prefers_a
         sums[vote.prompt][1] += 1
+    if len(sums) < 2:
+        return None
     table = np.array(list(sums.values()))
     rng = np.random.default_rng(seed)
     drawn = table[rng.integers(0, len(table), (samples, len(table)))].sum(1)

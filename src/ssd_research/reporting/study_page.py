@@ -1,7 +1,7 @@
 """The page of a blind preference study: which pairs it shows, and the files it is made of.
 
 Nothing in the page tells the methods apart: pictures are written anew under names made of their
-pixels, and which of two comes first is left to those names. Only the key, kept elsewhere, knows.
+pixels, and which of two comes first is drawn by the runs' ids. Only the key, kept elsewhere, knows.
 """
 
 import hashlib
@@ -17,8 +17,9 @@ from PIL import Image
 from ssd_research.reporting.cells import Cell
 from ssd_research.reporting.page import environment
 
-VERSION = "1"
+VERSION = "2"
 ENLARGED_TO = 384  # CSS pixels up to which small pictures are shown enlarged
+GROUP = 10  # pairs of which each method comes first in half
 IDENTITY = {
     "prompts": "prompts",
     "seed": "seed",
@@ -124,21 +125,22 @@ def digest(*parts: object, content: bytes = b"") -> str:
 
 
 def key(
-    study: str, cells: Sequence[Cell], pairs: Sequence[Pair], *, title: str, seed: int
+    study: str, cells: Sequence[Cell], pairs: Sequence[Pair], *, equal: int, title: str, seed: int
 ) -> dict[str, Any]:
-    """Return what tells the methods apart, for `key.json`: labels, runs, and pictures by method."""
-    labels = [cell.title for cell in cells]
-    if labels[0] == labels[1]:
-        labels = [f"{cell.title} ({cell.folder.name})" for cell in cells]
+    """Return what tells the methods apart, for `key.json`: labels, runs, and pictures by method.
+
+    `equal` is the number of pairs that were passed over.
+    """
     return {
         "study": study,
         "version": VERSION,
         "title": title,
         "seed": seed,
-        "model": cells[0].config.model.name,
+        "model": " and ".join(dict.fromkeys(cell.config.model.name for cell in cells)),
+        "equal_pairs_passed_over": equal,
         "methods": {
             side: {"label": label, "run": str(cell.folder)}
-            for side, label, cell in zip("ab", labels, cells, strict=True)
+            for side, label, cell in zip("ab", labels(cells), cells, strict=True)
         },
         "pairs": {
             pair.id: {
@@ -153,16 +155,45 @@ def key(
     }
 
 
-def to_html(study: str, pairs: Sequence[Pair], *, title: str, seed: int) -> str:
+def labels(cells: Sequence[Cell]) -> list[str]:
+    """Return the titles of two runs, with their models or folders where these tell them apart."""
+    found = [cell.title for cell in cells]
+    models = [cell.config.model.name for cell in cells]
+    if models[0] != models[1]:
+        found = [f"{model} {title}" for model, title in zip(models, found, strict=True)]
+    if found[0] == found[1]:
+        found = [f"{title} ({cell.folder.name})" for title, cell in zip(found, cells, strict=True)]
+    return found
+
+
+def sides(pairs: Sequence[Pair], *, secret: str) -> dict[str, list[str]]:
+    """Return, by pair in the order of their ids, its pictures in the order the page lists them.
+
+    Of every `GROUP` pairs, a comes first in half. The page shows a group as it is or mirrored, so
+    that each method stands left equally often for every evaluator. `secret` decides which half;
+    it must not be in the page.
+    """
+    ordered, found = sorted(pairs, key=lambda pair: pair.id), {}
+    for start in range(0, len(ordered), GROUP):
+        group = ordered[start : start + GROUP]
+        ranked = sorted(group, key=lambda pair: digest("first", secret, pair.id))
+        a_first = {pair.id for pair in ranked[: len(group) // 2]}
+        for pair in group:
+            found[pair.id] = list(pair.names if pair.id in a_first else reversed(pair.names))
+    return found
+
+
+def to_html(study: str, pairs: Sequence[Pair], *, secret: str, title: str, seed: int) -> str:
     """Return `index.html`, which shows the pictures in `images/` beside it."""
-    ordered = sorted(pairs, key=lambda pair: pair.id)
+    prompts = {pair.id: pair.prompt for pair in pairs}
     width, height = (max(side) for side in zip(*(pair.size for pair in pairs), strict=True))
     data = {
         "study": study,
         "seed": seed,
+        "group": GROUP,
         "pairs": [
-            {"pair": pair.id, "prompt": pair.prompt, "images": sorted(pair.names)}
-            for pair in ordered
+            {"pair": pair, "prompt": prompts[pair], "images": names}
+            for pair, names in sides(pairs, secret=secret).items()
         ],
     }
     return (
@@ -181,11 +212,13 @@ def to_html(study: str, pairs: Sequence[Pair], *, title: str, seed: int) -> str:
 def write_page(page: Path, html: str, *, pairs: Sequence[Pair]) -> None:
     """Write the page's folder under a temporary name and rename it, so it is whole or absent.
 
+    A page that is there is left alone: its study's id has settled what it holds.
     Pictures are written in the order of their names, so that not even their dates tell anything.
     """
+    if page.is_dir():
+        return
     temporary = page.with_name(f".{page.name}.tmp")
-    for old in (temporary, page):
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(temporary, ignore_errors=True)
     (temporary / "images").mkdir(parents=True)
     pictures = [one for pair in pairs for one in zip(pair.names, pair.files, strict=True)]
     for name, file in sorted(pictures):

@@ -26,8 +26,9 @@ NOTES = (
     "The binomial test takes all answers for independent; those of one evaluator, or to one pair, "
     "are not, so its p tends to be too small.",
     "A difference that is not significant does not show that two methods are alike.",
-    "Sides and order are drawn anew for every evaluator; a share of left choices far from 50 % "
-    "means that people chose a side rather than a picture.",
+    "Each method stands left in half of the pairs; which half, and the order, differ between "
+    "evaluators. A share of left choices far from 50 % means that people chose a side rather than "
+    "a picture.",
 )
 
 
@@ -43,10 +44,11 @@ def scores(key: Key, answers: Sequence[Responses], *, samples: int, seed: int) -
         raise ValueError(f"the responses to study {key.study} hold no answer")
     whole = [vote for vote in votes if vote.evaluator not in incomplete]
     expected = len(answers) * len(key.pairs)
+    people = len({vote.evaluator for vote in votes})
     return {
         "benchmark": "preference",
         "version": preference.VERSION,
-        "judge": f"{len(answers)} human evaluator{'s' * (len(answers) > 1)}",
+        "judge": f"{people} human evaluator{'s' * (people > 1)}",
         "study": key.study,
         "methods": dict(key.labels),
         "generate": dict(key.runs),
@@ -140,7 +142,12 @@ def tests(key: Key, found: Mapping[str, Any]) -> list[str]:
 
 
 def warnings(key: Key, found: Mapping[str, Any]) -> list[str]:
-    """Return who has not answered everything, with the result without them."""
+    """Return what was left out: equal pairs, and answers of whom, with the result without them."""
+    equal = f"{key.equal} pairs of equal pictures were passed over when the study was built."
+    return ([equal] if key.equal else []) + _incomplete(key, found)
+
+
+def _incomplete(key: Key, found: Mapping[str, Any]) -> list[str]:
     left_over = {who: len(pairs) for who, pairs in found["missing"].items()}
     if not left_over:
         return []

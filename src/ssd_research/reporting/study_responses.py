@@ -8,13 +8,14 @@ from typing import Any
 
 from ssd_research.metrics.preference import Vote
 
-FORMAT = "ssd-study-responses 1"
+FORMAT = "blind-study-responses 1"
 SIDES = ("left", "right")
+LONGEST = 1e9  # seconds, some 30 years; a larger number is none
 
 
 @dataclass(frozen=True)
 class Key:
-    """What tells the methods of a study apart; `pairs` holds what `key.json` says of each pair."""
+    """What tells the methods of a study apart; `pairs` holds prompt and pictures of each pair."""
 
     study: str
     title: str
@@ -23,6 +24,7 @@ class Key:
     labels: Mapping[str, str]
     runs: Mapping[str, str]
     pairs: Mapping[str, Mapping[str, Any]]
+    equal: int  # pairs of equal pictures, which the study has passed over
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Responses:
 def read_key(path: Path) -> Key:
     """Read the `key.json` of a built study; ValueError if it is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
         methods = content["methods"]
         return Key(
             study=content["study"],
@@ -47,9 +49,13 @@ def read_key(path: Path) -> Key:
             model=content["model"],
             labels={side: methods[side]["label"] for side in "ab"},
             runs={side: methods[side]["run"] for side in "ab"},
-            pairs=content["pairs"],
+            pairs={
+                pair: {field: shown[field] for field in ("prompt_id", "a", "b")}
+                for pair, shown in content["pairs"].items()
+            },
+            equal=content["equal_pairs_passed_over"],
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no key of a study") from error
 
 
@@ -85,8 +91,8 @@ def read_responses(files: Sequence[Path], key: Key) -> list[Responses]:
 def _content(file: Path, key: Key) -> dict[str, Any] | str:
     """Return what a file holds, or in one line why it cannot be used."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
+        content = json.loads(file.read_text(encoding="utf-8-sig"))  # editors add a mark
+    except (ValueError, RecursionError):
         return f"{file.name} is no whole JSON file; download it again"
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         return f"{file.name} holds no answers to a study ({FORMAT})"
@@ -113,9 +119,13 @@ def _defects(file: Path, answers: Sequence[Any], key: Key) -> Iterator[str]:
             yield f"{file.name}: answer {number} names other pictures than pair {pair} has"
         elif answer.get("choice") not in SIDES:
             yield f"{file.name}: answer {number} chooses {answer.get('choice')}, not left or right"
-        elif not isinstance(answer.get("seconds"), (int, float)):
+        elif not _is_time(answer.get("seconds")):
             yield f"{file.name}: answer {number} does not say how many seconds it took"
         seen.add(pair)
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= LONGEST  # NaN is not
 
 
 def _responses(file: Path, content: Mapping[str, Any], key: Key) -> Responses:

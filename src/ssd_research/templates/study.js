@@ -7,6 +7,7 @@
 const study = JSON.parse(document.getElementById("study").textContent);
 const screens = ["start", "trial", "end"].map((id) => document.getElementById(id));
 const pictures = { left: document.querySelector("#left img"), right: document.querySelector("#right img") };
+const PAUSE = 300; // milliseconds nobody needs to judge in: a double click answers one pair
 const KEYS = { ArrowLeft: "left", 1: "left", ArrowRight: "right", 2: "right", Backspace: "undo" };
 
 let evaluator = null;
@@ -30,8 +31,11 @@ function randomOf(text) {
 
 function trialsOf(name) {
   const random = randomOf(`${study.study} ${study.seed} ${name}`);
-  const found = study.pairs.map(({ pair, prompt, images }) => {
-    const [left, right] = random() < 0.5 ? images : [...images].reverse();
+  let mirrored;
+  // A group has each method first equally often, and is shown as it is or mirrored, as a whole.
+  const found = study.pairs.map(({ pair, prompt, images }, number) => {
+    if (number % study.group === 0) mirrored = random() < 0.5;
+    const [left, right] = mirrored ? [...images].reverse() : images;
     return { pair, prompt, left, right };
   });
   for (let last = found.length - 1; last > 0; last--) {
@@ -43,7 +47,7 @@ function trialsOf(name) {
 
 // What the browser keeps.
 
-const place = (name) => `ssd-study ${study.study} ${name}`;
+const place = (name) => `blind-study ${study.study} ${name}`;
 
 function load(name) {
   try {
@@ -56,7 +60,7 @@ function load(name) {
 function save() {
   try {
     localStorage.setItem(place(evaluator), JSON.stringify(answers));
-    localStorage.setItem(`ssd-study ${study.study}`, evaluator);
+    localStorage.setItem(`blind-study ${study.study}`, evaluator);
   } catch {
     warnUnsaved();
   }
@@ -64,7 +68,7 @@ function save() {
 
 function lastEvaluator() {
   try {
-    return localStorage.getItem(`ssd-study ${study.study}`) ?? "";
+    return localStorage.getItem(`blind-study ${study.study}`) ?? "";
   } catch {
     warnUnsaved();
     return "";
@@ -87,7 +91,7 @@ function turnTo(id) {
   for (const screen of screens) {
     const changes = screen.hidden === (screen.id === id);
     screen.hidden = screen.id !== id;
-    if (changes && !screen.hidden && id !== "start") screen.focus();
+    if (changes && !screen.hidden && id !== "start") (screen.querySelector(".primary") ?? screen).focus();
   }
 }
 
@@ -103,6 +107,7 @@ async function show() {
   const group = document.querySelector(".pair");
   group.classList.add("loading");
   turnTo("trial");
+  scrollTo(0, 0); // to a prompt that a narrow window has scrolled away
   fill("current", done + 1);
   const prompt = document.getElementById("prompt");
   prompt.textContent = trial.prompt;
@@ -137,12 +142,15 @@ function enter(name) {
   trials = trialsOf(name);
   answers = load(name);
   fill("evaluator", name);
+  fill("file", file());
   save();
   show();
 }
 
+const ready = () => shown !== null && performance.now() - shown.since >= PAUSE;
+
 function choose(choice) {
-  if (!shown) return;
+  if (!ready()) return;
   const { trial: { pair, left, right }, since } = shown;
   const seconds = Math.round(performance.now() - since) / 1000;
   answers.push({ pair, left, right, choice, seconds });
@@ -157,9 +165,11 @@ function undo() {
   show();
 }
 
+const file = () => `responses-${evaluator}.json`;
+
 function download() {
   const content = {
-    format: "ssd-study-responses 1",
+    format: "blind-study-responses 1",
     study: study.study,
     evaluator,
     complete: answers.length === trials.length,
@@ -167,11 +177,10 @@ function download() {
     answers,
   };
   const link = document.createElement("a");
-  link.download = `responses-${evaluator}.json`;
+  link.download = file();
   link.href = URL.createObjectURL(new Blob([JSON.stringify(content, null, 2)], { type: "application/json" }));
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 60000);
-  fill("file", link.download);
   document.querySelector("#saved span").hidden = false;
 }
 
