@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from ssd_research.metrics.geneval import Detection
+from ssd_research.metrics.geneval_words import OBJECTS
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 BACKGROUND = np.array((171, 205, 239), np.uint8)
@@ -92,6 +93,8 @@ class TemplateDetector:
     floor: float = 0.05
     name: str = "emoji-templates"
     version: str = "1"
+    labels: frozenset[str] = frozenset(OBJECTS)
+    colours: tuple[str, ...] = ()
 
     def detect(self, image: np.ndarray) -> list[Detection]:
         return [d for d in find(image.shape, image.tobytes()) if d.score > self.floor]
@@ -131,6 +134,7 @@ class PaletteColours:
 
     name: str = "emoji-palette"
     version: str = "1"
+    colours: tuple[str, ...] = tuple(PALETTE)
 
     def classify(self, image: np.ndarray, objects: list[Detection]) -> list[str]:
         return [self._colour(image if d.mask is None else image[d.mask]) for d in objects]

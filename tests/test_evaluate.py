@@ -1,6 +1,7 @@
 """The evaluate stage on folders of rendered scenes, whose scores are known."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +141,18 @@ def test_a_finished_run_is_reused_and_a_broken_one_resumed(images, monkeypatch):
     assert evaluate.run(configure(images, "eval.rules.threshold=0.5")) != folder
     picture(specs()[0], 99).save(images / "00000" / "samples" / "0000.png")
     assert evaluate.run(configure(images)) != folder
+
+
+def test_every_run_has_scores_of_its_own_though_its_images_are_anothers(images, tmp_path):
+    """Lossless decoders at top-k 1 draw the same images; each must have scores to compare."""
+    found = []
+    for name in ("a1", "b2"):
+        shutil.copytree(images, tmp_path / name / "images")
+        (tmp_path / name / "DONE").touch()
+        found.append(evaluate.run(configure(tmp_path / name, f"output_dir={tmp_path}/out")))
+    assert [Path(scores_of(run)["images"]).parent.name for run in found] == ["a1", "b2"]
+    stored = (run / "detections.jsonl" for run in found)
+    assert len({path.read_text() for path in stored}) == 1
 
 
 def test_part_of_the_benchmark_is_scored_only_on_request(images):

@@ -1,5 +1,7 @@
 """GenEval's rules, one by one, on detections whose verdict follows from the official script."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from ssd_research.metrics.geneval import (
     overlap,
     relations,
 )
+from ssd_research.metrics.geneval_metadata import check_metadata
 
 ONE = {"tag": "single_object", "include": [{"class": "bench", "count": 1}]}
 CLOCKS = {
@@ -295,6 +298,59 @@ def test_other_metadata_is_refused():
         Rules(max_overlap=0.0)
     with pytest.raises(ValueError, match=r"eval\.rules\.position_threshold=-0\.1"):
         Rules(position_threshold=-0.1)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *({"threshold": value} for value in (-0.1, 1.0, math.nan)),
+        *({"counting_threshold": value} for value in (-0.1, 1.0, math.nan)),
+        *({"position_threshold": value} for value in (-0.1, math.nan, math.inf)),
+        *({"max_objects": value} for value in (0, -1)),
+        *({"max_overlap": value} for value in (0.0, 1.01, math.nan)),
+    ],
+)
+def test_rules_are_in_their_range(option):
+    (name,) = option
+    with pytest.raises(ValueError, match=rf"^eval\.rules\.{name}=.* must be (in|at least) ."):
+        Rules(**option)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tag": "dense"}, r"tag='dense' is none of single_object, two_object"),
+        ({"include": []}, r"include=\[\] is not a list of objects"),
+        ({"include": {"class": "cup"}}, r"include={.*} is not a list of objects"),
+        ({"include": ["cup"]}, r"include\[0\]='cup' has no class"),
+        ({"include": [{"count": 1}]}, r"include\[0\]={'count': 1} has no class"),
+        ({"include": [{"class": "cup"}]}, r"include\[0\]\.count=None must be a whole number"),
+        ({"include": [{"class": "cup", "count": "2"}]}, r"include\[0\]\.count='2' must be"),
+        ({"include": [{"class": "cup", "count": 0}]}, r"include\[0\]\.count=0 must be"),
+        ({"include": [{"class": "cup", "count": True}]}, r"include\[0\]\.count=True must be"),
+        ({"include": [{"class": "cup", "count": 1, "color": None}]}, r"color=None is no colour"),
+        ({"exclude": None}, r"exclude=None is not a list"),
+        ({"exclude": [{"class": "cup"}]}, r"exclude\[0\]\.count=None"),
+        (
+            {"exclude": [{"class": "cup", "count": 1, "position": ["above", 0]}]},
+            r"exclude\[0\]\.pos",
+        ),
+    ],
+)
+def test_metadata_that_no_image_can_satisfy_is_refused(change, reason):
+    check_metadata(DOG)
+    check_metadata(CLOCKS)
+    with pytest.raises(ValueError, match=reason):
+        check_metadata({**DOG, **change})
+
+
+@pytest.mark.parametrize(
+    "position", [["near", 0], ["above", 1], ["above", 2], ["above", -1], ["above"], "above", None]
+)
+def test_a_position_is_a_relation_to_an_earlier_object(position):
+    dog = {"class": "dog", "count": 1, "position": position}
+    with pytest.raises(ValueError, match=r"include\[1\]\.position=.* left of, right of, above, b"):
+        check_metadata({**DOG, "include": [DOG["include"][0], dog]})
 
 
 def test_overall_is_the_unweighted_mean_of_six_tasks():

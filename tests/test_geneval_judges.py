@@ -2,11 +2,16 @@
 
 import json
 import math
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from hydra.errors import InstantiationException
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
     CLIPConfig,
@@ -17,6 +22,7 @@ from transformers import (
     SwinConfig,
 )
 
+from ssd_research import evaluate
 from ssd_research.metrics.geneval import Detection, Rules
 from ssd_research.metrics.geneval_folder import Sample
 from ssd_research.metrics.geneval_words import COLOURS, OBJECTS
@@ -29,8 +35,11 @@ from ssd_research.metrics.judges.mask2former import (
     Mask2FormerDetector,
     box_of,
     check_classes,
+    full_size_masks,
     instances,
 )
+from ssd_research.paths import conf_dir
+from ssd_research.prompts import Prompt
 
 SWIN = SwinConfig(
     image_size=64,
@@ -181,6 +190,14 @@ def test_synthetic_masks_come_back_at_full_resolution():
     assert dog.box == (120, 40, 200, 80)
     assert remote.box == (252, 252, 256, 256)
     assert dog.mask.sum() > 0.98 * 80 * 40
+
+
+def test_a_mask_of_one_pixel_is_as_sure_as_that_pixel():
+    logits = torch.full((2, 32, 32), -9.0)
+    logits[0, 5, 7] = 2.0
+    masks, sure = full_size_masks(logits, resized=(32, 32), original=(32, 32))
+    assert masks[0].nonzero().tolist() == [[5, 7]]
+    assert sure.tolist() == pytest.approx([1 / (1 + math.exp(-2)), 0])
 
 
 def test_box_of_a_mask():
@@ -361,6 +378,101 @@ def test_the_two_activations_differ(clip, tmp_path):
     assert not torch.allclose(*seen, atol=1e-4)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_no_number_is_refused_and_not_scored(mask2former, clip, monkeypatch, value):
+    """Half precision overflows: NaN would find nothing, and would be red, the first colour."""
+    detector = Mask2FormerDetector(str(mask2former), shortest_edge=64, device="cpu")
+    colours = ClipColours(str(clip), device="cpu")
+    for parameter in (*detector._model.parameters(), *colours._model.parameters()):
+        parameter.fill_(value)
+    with pytest.raises(ValueError, match=r"eval\.detector\.path=.* no finite .*dtype=float32"):
+        detector.detect(picture(64, 64))
+    with pytest.raises(ValueError, match=r"eval\.colours\.path=.* no finite .*dtype=float32"):
+        colours.classify(picture(), [square("cup", at=2)])
+
+
+def test_a_box_beyond_the_image_is_black_there():
+    image = picture(20, 30)
+    cut = np.array(cut_out(image, Detection("cup", 0.9, (-4.0, 12.4, 6.0, 24.0))))
+    assert cut.shape == (12, 10, 3)
+    assert np.array_equal(cut[:8, 4:], image[12:, :6])
+    assert not cut[8:].any()
+    assert not cut[:, :4].any()
+
+
+def test_a_revision_of_a_local_folder_is_refused(mask2former, clip):
+    with pytest.raises(
+        ValueError, match=r"eval\.detector\.revision=main does nothing.*local folder"
+    ):
+        Mask2FormerDetector(str(mask2former), revision="main")
+    with pytest.raises(ValueError, match=r"eval\.colours\.revision=main does nothing"):
+        ClipColours(str(clip), revision="main")
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A detector that always reports the same."""
+
+    found: list[Detection]
+    name: str = "fixed"
+    version: str = "1"
+    floor: float = 0.0
+    labels: tuple[str, ...] = ("cup", "dog")
+    colours: tuple[str, ...] = ()
+
+    def detect(self, image: np.ndarray) -> list[Detection]:
+        return self.found
+
+
+@pytest.mark.parametrize(
+    ("score", "box"),
+    [
+        (math.nan, (0, 0, 4, 4)),
+        (math.inf, (0, 0, 4, 4)),
+        (0.5, (0, 0, math.nan, 4)),
+        (0.5, (-math.inf, 0, 4, 4)),
+        (0.5, (4, 0, 4, 4)),
+        (0.5, (0, 5, 4, 4)),
+    ],
+)
+def test_a_detector_that_reports_garbage_is_refused(score, box):
+    judge = GenEvalJudge(Fixed([Detection("cup", score, box)]), None, Rules())
+    need = {"tag": "single_object", "include": [{"class": "cup", "count": 1}]}
+    with pytest.raises(ValueError, match=r"^fixed reported cup of score .* in x\.png$"):
+        judge.look(picture(), Sample(0, 0, "x.png", "00", need))
+
+
+def test_a_floor_is_a_score():
+    for floor in (math.nan, -0.1, 1.0):
+        with pytest.raises(ValueError, match=r"^eval\.detector\.floor=.* must be in \[0, 1\)"):
+            GenEvalJudge(Fixed([], floor=floor), None, Rules())
+
+
+@pytest.mark.parametrize(
+    ("need", "reason"),
+    [
+        ({"class": "mouse"}, r"asks for class='mouse'; fixed knows cup, dog"),
+        (
+            {"class": "cup", "color": "grey"},
+            r"asks for color='grey'; clip-vit-l-14 knows red, oran",
+        ),
+    ],
+)
+def test_what_no_judge_can_name_is_not_asked(clip, need, reason):
+    """COCO's name of a class that GenEval renamed would never be found, and score 0."""
+    judge = GenEvalJudge(Fixed([]), ClipColours(str(clip)), Rules())
+    fine = {"tag": "colors", "include": [{"class": "cup", "count": 1, "color": "red"}]}
+    judge.refuse_unknown([Prompt("0", "fine", fine)])
+    asked = {"tag": "colors", "include": [{"count": 1, **need}]}
+    with pytest.raises(ValueError, match=reason):
+        judge.refuse_unknown([Prompt("0", "fine", fine), Prompt("1", "asked", asked)])
+    with pytest.raises(ValueError, match=reason):
+        judge.refuse_unknown([Prompt("2", "banned", {**fine, "exclude": asked["include"]})])
+    # Without a classifier, the detector must name the colours.
+    with pytest.raises(ValueError, match=r"color='red'; fixed knows none"):
+        GenEvalJudge(Fixed([]), None, Rules()).refuse_unknown([Prompt("0", "fine", fine)])
+
+
 def test_both_models_judge_one_image(mask2former, clip):
     """Colours only for the most confident object of the class that needs one; no masks are kept."""
     detector = Mask2FormerDetector(
@@ -380,3 +492,46 @@ def test_both_models_judge_one_image(mask2former, clip):
     assert not any(d.colour for d in plain.detections)
     assert judge.label.startswith("hf-m2f-swin-s sha256:")
     assert " + clip-vit-l-14 sha256:" in judge.label
+
+
+def test_a_benchmark_by_both_models_is_scored_again_without_them(mask2former, clip, tmp_path):
+    """The published classes from the command's configuration to scores; then with them deleted."""
+    models = {"detector": tmp_path / "m2f", "colours": tmp_path / "clip"}
+    for source, target in zip((mask2former, clip), models.values(), strict=True):
+        shutil.copytree(source, target)
+    include = [{"class": "dog", "count": 1, "color": "red"}]
+    lines = [
+        {"tag": "colors", "include": include, "prompt": "a photo of a red dog"},
+        {"tag": "single_object", "include": [{"class": "cup", "count": 1}], "prompt": "a cup"},
+    ]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for index, line in enumerate(lines):
+        samples = tmp_path / "made" / f"{index:05d}" / "samples"
+        samples.mkdir(parents=True)
+        (samples.parent / "metadata.jsonl").write_text(json.dumps(line))
+        Image.fromarray(picture(64, 64, seed=index)).save(samples / "0000.png")
+    options = [
+        *("eval=geneval", "eval.images_per_prompt=1", "evaluate.bootstrap=10", "runtime=cpu"),
+        *(f"eval.{key}.path={folder}" for key, folder in models.items()),
+        *("eval.detector.shortest_edge=64", "eval.detector.floor=0", "eval.rules.threshold=0"),
+        *(f"prompts={prompts}", f"evaluate.images={tmp_path}/made", f"output_dir={tmp_path}/out"),
+    ]
+
+    def run(*more: str) -> Path:
+        with initialize_config_dir(str(conf_dir()), version_base=None):
+            return evaluate.run(compose("config", [*options, *more]))
+
+    first = run()
+    records = [json.loads(text) for text in (first / "detections.jsonl").read_text().splitlines()]
+    assert all(len(record["detections"]) > 10 for record in records)
+    for folder in models.values():
+        shutil.rmtree(folder)
+    with pytest.raises(InstantiationException, match=r"detector\.path=.*m2f cannot be loaded"):
+        run()
+    stored = f"eval.detections={first}/detections.jsonl"
+    assert run(stored) == first
+    none = run(stored, "eval.rules.threshold=0.99")
+    assert none != first
+    assert json.loads((none / "scores.json").read_text())["images_correct"] == 0
+    assert (none / "detections.jsonl").read_bytes() == (first / "detections.jsonl").read_bytes()

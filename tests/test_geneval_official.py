@@ -10,6 +10,7 @@ import pytest
 
 from ssd_research import paper
 from ssd_research.metrics.geneval import TASKS, aggregate
+from ssd_research.metrics.geneval_metadata import check_metadata
 from ssd_research.metrics.geneval_words import COLOURS, OBJECTS
 from ssd_research.prompts import load_prompts
 
@@ -44,6 +45,8 @@ def test_official_prompts_have_their_index_as_id_and_their_line_as_metadata():
 @needs_files
 def test_official_lines_are_as_the_rules_expect():
     lines = [p.metadata for p in load_prompts(str(OFFICIAL / "evaluation_metadata.jsonl"), {})]
+    for line in lines:
+        check_metadata(line)
     needs = [need for line in lines for need in line["include"]]
     assert {need["class"] for need in needs} <= set(OBJECTS)
     assert {need["color"] for need in needs if "color" in need} == set(COLOURS)

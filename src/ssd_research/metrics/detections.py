@@ -45,21 +45,23 @@ def stored(
 ) -> Iterator[tuple[Sample, Record]]:
     """Yield the records in `files` that a judge of that label and floor would write again.
 
-    Records count for an image whose file is still the same, if their floor is at most `floor`. A
-    line that an interruption cut short is passed over.
+    Records count for an image whose file is still the same, if their floor is at most `floor`.
     """
     wanted = {(s.path, s.sha256): s for s in samples}
     for file in files:
-        for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-            record = _read(text)
-            if record is None or record.judge != judge or record.floor > floor:
-                continue
+        for record in read_records(file) if file.exists() else ():
             sample = wanted.get((record.path, record.sha256))
-            if sample is not None:
+            if sample is not None and record.judge == judge and record.floor <= floor:
                 yield sample, record
 
 
-def _read(text: str) -> Record | None:
+def read_records(file: Path) -> Iterator[Record]:
+    """Yield the records of a file; lines that were cut short or are of other kinds are left out."""
+    records = map(_read, file.read_bytes().splitlines())
+    return (record for record in records if record is not None)
+
+
+def _read(text: bytes) -> Record | None:
     """Return the record of a line, None for one that is cut short or of another format."""
     try:
         record = json.loads(text)

@@ -4,6 +4,7 @@ The rules are those of `evaluate_images.py` and `summary_scores.py` in djghosh13
 detector and the colour classifier are left to a judge, which supplies label, score, box and colour.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from jaxtyping import Bool
 
 VERSION = "1"
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
+RELATIONS = ("left of", "right of", "above", "below")
 Box = tuple[float, float, float, float]
 
 
@@ -52,7 +54,7 @@ class Rules:
                 raise ValueError(f"eval.rules.{name}={value} must be in [0, 1)")
         if self.max_objects < 1:
             raise ValueError(f"eval.rules.max_objects={self.max_objects} must be at least 1")
-        if self.position_threshold < 0:
+        if not 0 <= self.position_threshold < math.inf:
             raise ValueError(
                 f"eval.rules.position_threshold={self.position_threshold} must be at least 0"
             )

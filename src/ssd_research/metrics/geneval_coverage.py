@@ -47,7 +47,9 @@ def cover(
     Raises:
         ValueError: if a folder is none of the benchmark's, or holds more images than it should.
     """
-    per_prompt = images_per_prompt or 1 + max(s.image_index for s in samples)
+    per_prompt = images_per_prompt
+    if per_prompt is None:
+        per_prompt = 1 + max(s.image_index for s in samples)
     extra = [s.path for s in samples if s.image_index >= per_prompt]
     if extra:
         raise ValueError(

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
+
+from ssd_research.metrics.pixels import decoding, refuse_deep
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,9 @@ def read_samples(root: Path) -> list[Sample]:
             is not GenEval's.
     """
     samples, sizes = [], {}
-    for folder in _numbered(root, root, suffix="", digits=5):
+    for folder in numbered(root, root, suffix="", digits=5):
         metadata = _read_metadata(folder / "metadata.jsonl")
-        for path in _numbered(root, folder / "samples", suffix=".png", digits=4):
+        for path in numbered(root, folder / "samples", suffix=".png", digits=4):
             content = path.read_bytes()
             name = str(path.relative_to(root))
             sizes[name] = _size(content, name)
@@ -49,15 +51,19 @@ def read_samples(root: Path) -> list[Sample]:
     return samples
 
 
-def _numbered(root: Path, folder: Path, *, suffix: str, digits: int) -> list[Path]:
-    """Return the numbered entries of a folder by number, hidden ones left out."""
+def numbered(root: Path, folder: Path, *, suffix: str, digits: int) -> list[Path]:
+    """Return the numbered files of a folder by number, its folders if `suffix` is empty.
+
+    Hidden ones are left out; ValueError for anything else, named relative to `root`.
+    """
     found = sorted(folder.iterdir()) if folder.is_dir() else []
     named: dict[int, Path] = {}
     for path in found:
         if path.name.startswith("."):
             continue
         number = path.name.removesuffix(suffix) if suffix else path.name
-        if not (path.name.endswith(suffix) and number.isdecimal() and len(number) >= digits):
+        named_so = path.name.endswith(suffix) and number.isascii() and number.isdecimal()
+        if not named_so or len(number) < digits or path.is_dir() == bool(suffix):
             shape = "0" * digits + suffix
             raise ValueError(
                 f"{path.relative_to(root)} does not belong here: expected {shape}, ..."
@@ -73,26 +79,30 @@ def _numbered(root: Path, folder: Path, *, suffix: str, digits: int) -> list[Pat
 def _read_metadata(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
-    try:
-        metadata = dict(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ValueError(f"{path} is not one line of JSON: {error}") from error
+    metadata = read_line(path)
     absent = [key for key in ("tag", "include", "prompt") if key not in metadata]
     if absent:
         raise ValueError(f"{path} has no GenEval metadata: without {', '.join(absent)}")
     return metadata
 
 
+def read_line(path: Path) -> dict[str, Any]:
+    """Return the one JSON object of a prompt folder's `metadata.jsonl`; ValueError if it is not."""
+    try:
+        line = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not one line of JSON: {error}") from error
+    if not isinstance(line, dict):
+        raise ValueError(f"{path} is not one line of JSON with keys: {line!r}")
+    return line
+
+
 def _size(content: bytes, name: str) -> tuple[int, int]:
     """Return (width, height) of a PNG whose every chunk is there and unharmed."""
-    try:
-        with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
-            size = image.size
-            image.verify()
-    except UnidentifiedImageError as error:
-        raise ValueError(f"{name} is not a readable image (PNG)") from error
-    except (OSError, SyntaxError) as error:
-        raise ValueError(f"{name} is damaged or cut short ({error})") from error
+    with decoding(name), Image.open(io.BytesIO(content), formats=["PNG"]) as image:
+        size, mode = image.size, image.mode
+        image.verify()
+    refuse_deep(mode, name)
     return size
 
 

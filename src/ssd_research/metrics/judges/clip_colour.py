@@ -4,10 +4,10 @@ Zero-shot over ten colours, as GenEval does: three templates with the colour and
 embeddings averaged, and the object cut out of the image with all around it made grey.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -38,7 +38,8 @@ class ClipColours:
     OpenAI's weights were trained with QuickGELU and quietly lose accuracy with plain GELU, so the
     checkpoint's configuration must name `activation`; set it to `gelu` for weights that need it.
 
-    Raises ValueError for a checkpoint or dtype that does not fit.
+    Raises ValueError for a checkpoint or dtype that does not fit, and for an image in which the
+    model computes no finite numbers.
     """
 
     path: str
@@ -48,6 +49,7 @@ class ClipColours:
     device: str = "auto"
     dtype: str = "float32"
     version: str = field(init=False)
+    colours: ClassVar[Collection[str]] = COLOURS
 
     def __post_init__(self) -> None:
         weights = pretrained.version(self.path, self.revision, key=KEY)
@@ -64,6 +66,7 @@ class ClipColours:
         with torch.inference_mode():
             seen = model.get_image_features(pixels.to(model.device, model.dtype)).pooler_output
             likeness = normalize(seen.float(), dim=-1) @ self._colours(objects[0].label).T
+        pretrained.refuse_overflow(likeness, key=KEY, model=self.path, dtype=self.dtype)
         return [COLOURS[index] for index in likeness.argmax(-1).tolist()]
 
     def _colours(self, label: str) -> Float[Tensor, "colours D"]:
@@ -132,5 +135,4 @@ def cut_out(image: UInt8[np.ndarray, "h w 3"], found: Detection) -> Image.Image:
     """Return the part of an image in a detection's box, grey outside its mask if it has one."""
     if found.mask is not None:
         image = np.where(found.mask[..., None], image, np.uint8(BACKGROUND))
-    x1, y1, x2, y2 = (round(side) for side in found.box)
-    return Image.fromarray(image[y1:y2, x1:x2])
+    return Image.fromarray(image).crop(found.box)  # black beyond the image, as officially

@@ -1,7 +1,9 @@
 """GenEval's two judges as one: a detector, and a colour classifier for the objects that need it."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,8 @@ from ssd_research.metrics.detections import Record
 from ssd_research.metrics.geneval import Detection, Rules, asked_for_colour
 from ssd_research.metrics.geneval_folder import Sample
 from ssd_research.metrics.judges import ColourClassifier, Detector
+from ssd_research.metrics.judges.recorded_detections import RecordedDetector
+from ssd_research.prompts import Prompt
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,8 @@ class GenEvalJudge:
     rules: Rules
 
     def __post_init__(self) -> None:
+        if not 0 <= self.detector.floor < 1:
+            raise ValueError(f"eval.detector.floor={self.detector.floor} must be in [0, 1)")
         for name in ("threshold", "counting_threshold"):
             if getattr(self.rules, name) < self.detector.floor:
                 raise ValueError(
@@ -38,7 +44,33 @@ class GenEvalJudge:
         parts = [(self.detector.name, self.detector.version)]
         if self.colours is not None:
             parts.append((self.colours.name, self.colours.version))
-        return " + ".join(f"{name} {version}" for name, version in parts)
+        return " + ".join(f"{name} {version}".strip() for name, version in parts)
+
+    @property
+    def recorded(self) -> Path | None:
+        """Return the file that holds all this judge can say, or None if it looks at images."""
+        return self.detector.file if isinstance(self.detector, RecordedDetector) else None
+
+    def refuse_unknown(self, prompts: Sequence[Prompt]) -> None:
+        """Raise ValueError if a prompt asks for a class or colour that nobody here can name.
+
+        Such a prompt would score 0 whatever its images show.
+        """
+        if self.recorded is not None:
+            return
+        namer = self.colours or self.detector
+        known = {
+            "class": (self.detector.name, self.detector.labels),
+            "color": (namer.name, namer.colours),
+        }
+        for prompt in prompts:
+            for key, word in _words(prompt.metadata or {}):
+                name, words = known[key]
+                if word not in words:
+                    raise ValueError(
+                        f"prompt {prompt.id} ({prompt.text!r}) asks for {key}={word!r}; {name} "
+                        f"knows {', '.join(words) or 'none'}"
+                    )
 
     def warm_up(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Let the colour classifier see a blank image if one of the metadata lines needs it.
@@ -51,8 +83,13 @@ class GenEvalJudge:
             self.colours.classify(blank, [Detection("person", 1.0, (0.0, 0.0, 8.0, 8.0))])
 
     def look(self, image: UInt8[np.ndarray, "h w 3"], sample: Sample) -> Record:
-        """Return the objects of an image, those with a colour in question classified."""
+        """Return the objects of an image, those with a colour in question classified.
+
+        Raises:
+            ValueError: if the detector reports a score or box that is none.
+        """
         found = self.detector.detect(image)
+        _refuse_garbage(found, self.detector.name, sample.path)
         named = self._name_colours(image, self._open(sample.metadata, found))
         seen = tuple(replace(d, mask=None, colour=named.get(id(d), d.colour)) for d in found)
         return Record(sample.path, sample.sha256, self.label, float(self.detector.floor), seen)
@@ -76,7 +113,19 @@ class GenEvalJudge:
 
     def _open(self, metadata: Mapping[str, Any], found: Sequence[Detection]) -> list[Detection]:
         """Return the objects whose colour is for the colour classifier to name."""
-        if self.colours is None:
-            return []
         asked = asked_for_colour(metadata, found, rules=self.rules)
         return [d for d in asked if d.colour is None]
+
+
+def _words(metadata: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield every class and colour that a line of metadata names, with its key."""
+    for need in (*metadata["include"], *metadata.get("exclude", [])):
+        yield from ((key, need[key]) for key in ("class", "color") if key in need)
+
+
+def _refuse_garbage(found: Sequence[Detection], name: str, path: str) -> None:
+    """Raise ValueError for a detection without a number for a score or an area to its box."""
+    for d in found:
+        x1, y1, x2, y2 = d.box
+        if not (math.isfinite(d.score + x1 + y1 + x2 + y2) and x1 < x2 and y1 < y2):
+            raise ValueError(f"{name} reported {d.label} of score {d.score} at {d.box} in {path}")

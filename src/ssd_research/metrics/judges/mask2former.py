@@ -6,10 +6,10 @@ mmdetection does: transformers' `post_process_instance_segmentation` would shrin
 384x384 and grow it again by its nearest neighbours, which moves boxes and scores.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -36,7 +36,8 @@ class Mask2FormerDetector:
     The shorter side of an image becomes `shortest_edge` unless the longer one would exceed
     `longest_edge`. Detections with a score above `floor` are returned, with their masks.
 
-    Raises ValueError for a dtype, floor or checkpoint that does not fit.
+    Raises ValueError for a dtype, floor or checkpoint that does not fit, and for an image in which
+    the model computes no finite numbers.
     """
 
     path: str
@@ -48,6 +49,8 @@ class Mask2FormerDetector:
     device: str = "auto"
     dtype: str = "float32"
     version: str = field(init=False)
+    labels: ClassVar[Collection[str]] = OBJECTS
+    colours: ClassVar[Collection[str]] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.floor < 1:
@@ -65,9 +68,10 @@ class Mask2FormerDetector:
         pixels = pad(pixels, (0, right, 0, down)).to(model.device, model.dtype)
         with torch.inference_mode():
             seen = model(pixel_values=pixels)
+            logits = seen.class_queries_logits[0].float(), seen.masks_queries_logits[0].float()
+            pretrained.refuse_overflow(*logits, key=KEY, model=self.path, dtype=self.dtype)
             found = instances(
-                seen.class_queries_logits[0].float(),
-                seen.masks_queries_logits[0].float(),
+                *logits,
                 resized=resized,
                 original=(image.shape[0], image.shape[1]),
                 floor=self.floor,

@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from ssd_research.metrics.judges.vqa import JudgeError
 from ssd_research.paths import resolve_path
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KEY = "eval.judge.model"
+# Of a local folder, what its answers depend on: weights, configuration, tokenizer, chat template.
+SUFFIXES = ("safetensors", "bin", "json", "jinja", "model", "txt")
 
 
 def place(model: str) -> str:
@@ -29,12 +32,17 @@ def version(model: str, revision: str | None, *, key: str = KEY) -> str:
     """Return what settles the weights: the hub's commit, or a hash of the files of a folder.
 
     Raises:
-        JudgeError: if there are no such weights.
+        JudgeError: if there are no such weights, or a revision is given for a local folder.
     """
     folder = Path(place(model))
     if folder.is_dir():
+        if revision is not None:
+            name = key.rpartition(".")[0]
+            raise JudgeError(
+                f"{name}.revision={revision} does nothing: {key}={model} is a local folder"
+            )
         digest = hashlib.sha256()
-        files = [p for s in ("*.json", "*.safetensors", "*.bin", "*.txt") for p in folder.glob(s)]
+        files = [path for suffix in SUFFIXES for path in folder.glob(f"*.{suffix}")]
         for path in sorted(files):
             with path.open("rb") as file:
                 digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
@@ -93,6 +101,19 @@ def weights(
     if lacking:
         raise JudgeError(f"{key}={model} lacks {len(lacking)} weights, the first {lacking[0]}")
     return loaded.to(resolve_device(device)).eval().requires_grad_(False)
+
+
+def refuse_overflow(*outputs: Tensor, key: str, model: str, dtype: str) -> None:
+    """Raise JudgeError if a model's outputs hold NaN or infinity, which would pass for an answer.
+
+    Half precision overflows in some models; a comparison with NaN then simply finds nothing.
+    """
+    if not all(bool(output.isfinite().all()) for output in outputs):
+        hint = "; its weights are spoilt" if dtype == "float32" else "; set it to float32"
+        raise JudgeError(
+            f"{key}={model} computes no finite numbers with {key.rpartition('.')[0]}.dtype={dtype}"
+            f"{hint}"
+        )
 
 
 def resolve_device(device: str) -> str:
