@@ -40,7 +40,8 @@ def main():
     judge = None
     for line in sys.stdin:
         request = json.loads(line)
-        judge = judge or load(chosen.model, chosen.device)
+        if judge is None:
+            judge = load(chosen.model, chosen.device)
         image = Image.open(io.BytesIO(base64.b64decode(request["image"]))).convert("RGB")
         texts = [judge({"image": image, "question": q})["text"] for q in request["questions"]]
         send(messages, {"answers": texts})

@@ -6,6 +6,7 @@ import shutil
 from collections import Counter, defaultdict
 from dataclasses import fields, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
@@ -300,14 +301,93 @@ def test_quirk_only_a_bare_yes_is_yes():
 def test_quirk_the_first_row_is_skipped_and_its_children_cost_the_prompt():
     said = answers("nyyy", "yyy")
     assert average(scored(said)) == (1 / 4 + 1) / 2
-    alone = scored(said, skip_first_row=True)
+    alone = scored(said, official_rows=True)
     assert average(alone) == 1  # nothing says any more that there is no cup
     assert alone["n_scored"] == 2
-    both = scored(said, skip_first_row=True, drop_unknown_parents=True)
+    both = scored(said, official_rows=True, drop_unknown_parents=True)
     assert (both["dropped"], both["n_scored"], both["coverage"]) == (["a"], 1, 0.5)
     childless = table(ROWS.replace(",2,1,", ",2,0,").replace('"1,4"', "4"))
     kept = dpg.score(childless, said, PROTOCOLS["official"], samples=0)
     assert kept["dropped"] == []
+
+
+def test_quirk_an_unknown_parent_costs_the_prompt_only_once_it_is_looked_up():
+    late = table(ROWS.replace(",3,2,", ',3,"2,9",'))
+    official = PROTOCOLS["official"]
+    for b, dropped in (("yyy", ["b"]), ("yny", []), ("nyy", [])):
+        said = {"b": answers("yyyy", b)["b"]}
+        assert dpg.score_prompts(late, said, official)[1] == dropped
+    second = answers("yyyy", "yny", "yyyy", "yyy")["b"]  # one tile is enough
+    assert dpg.score_prompts(late, {"b": second}, official)[1] == ["b"]
+
+
+def test_quirk_of_an_item_in_two_places_the_last_one_counts():
+    split = ROWS + "a,A red cup on a table,5,0,entity - whole (saucer),Is there a saucer?\n"
+    said = {"a": [{1: "no", 2: "no", 3: "no", 4: "no", 5: "yes"}]}
+    assert dpg.score(table(split), said, Scoring())["average"] == 1 / 5
+    assert dpg.score(table(split), said, PROTOCOLS["official"])["average"] == 1
+
+
+def plainly(rows: list[dict], said: dict) -> tuple[dict, dict]:
+    """Return prompt scores and L1 categories as the official script gets them, step by step."""
+    known: dict = {}
+    for before, row in pairwise(rows):
+        if row["item_id"] != before["item_id"] or row["item_id"] not in known:
+            known[row["item_id"]] = {}
+        parents = [int(p) for p in row["dependency"].split(",")]
+        known[row["item_id"]][int(row["proposition_id"])] = (parents, row["tuple"])
+    scores, categories = {}, defaultdict(list)
+    for item_id in (name for name in said if name in known):
+        try:
+            tiles = []
+            for tile in said[item_id]:
+                raw = {n: float(tile[n] == "yes") for n in known[item_id]}
+                marks = dict(raw)
+                for n, (parents, _) in known[item_id].items():
+                    for parent in parents:
+                        if parent and marks[parent] == 0:
+                            marks[n] = 0.0
+                            break
+                tiles.append(fmean(marks.values()))
+        except KeyError:
+            continue
+        scores[item_id] = fmean(tiles)
+        for n, (_, what) in known[item_id].items():
+            categories[what.split("(")[0].split("-")[0].strip()].append(raw[n])
+    return scores, {name: (fmean(marks), len(marks)) for name, marks in categories.items()}
+
+
+def test_official_protocol_equals_the_script_on_random_tables():
+    draws = np.random.default_rng(0)
+    dropped = 0
+    for count in range(300):
+        rows = []
+        for _ in range(draws.integers(1, 14)):
+            what = draws.choice(["global", "entity - whole", "entity - part", "other - count"])
+            parents = ",".join(map(str, draws.integers(0, 6, draws.integers(1, 4))))
+            cells = f"i{draws.integers(3) if count % 3 else len(rows) // 5}", "text"
+            number = str(draws.integers(1, 6)) if count % 3 else str(len(rows) % 5 + 1)
+            cells = (*cells, number, parents, f"{what} (x)", "?")
+            rows.append(dict(zip(COLUMNS, cells, strict=True)))
+        found = QuestionTable.of(rows)
+        said = {
+            name: [
+                {q.number: str(draws.choice(["yes", "yes", "yes", "no", "Yes"])) for q in group}
+                for _ in range(draws.choice([1, 4]))
+            ]
+            for name, group in found.items.items()
+        }
+        scores, categories = plainly(rows, said)
+        ours = dpg.score(found, said, PROTOCOLS["official"], samples=0)
+        prompts, _ = dpg.score_prompts(found, said, PROTOCOLS["official"])
+        assert {name: p.score for name, p in prompts.items()} == pytest.approx(scores)
+        assert {k: v["questions"] for k, v in ours["categories"].items()} == {
+            k: n for k, (_, n) in categories.items()
+        }
+        for name, (mean, _) in categories.items():
+            assert ours["categories"][name]["score"] == pytest.approx(mean)
+        dropped += len(ours["dropped"])
+    assert 30 < dropped < 600
 
 
 def test_official_protocol_has_every_quirk():
@@ -423,6 +503,8 @@ def test_odd_rows_are_read_and_counted():
         (ROWS + "c,Cats,one,0,entity (x),Is it?\n", "row 9: proposition_id 'one'"),
         (ROWS + "c,Cats,1,0\n", "row 9 has no tuple"),
         (ROWS + 'c,Cats,1,0,"entity', "not a CSV file"),
+        (ROWS + "c,Cats,1,0,entity (x),Are there cats, or dogs?\n", "row 9 has more cells"),
+        (ROWS + " ,Cats,1,0,entity (x),Are there cats?\n", "row 9: item_id is blank"),
     ],
 )
 def test_broken_tables_are_one_clear_line(tmp_path, content, words):
@@ -430,6 +512,15 @@ def test_broken_tables_are_one_clear_line(tmp_path, content, words):
     path.write_text(content)
     with pytest.raises(ValueError, match=words):
         read_questions(path)
+
+
+def test_windows_tables_are_the_same_table(tmp_path):
+    plain, windows = tmp_path / "plain.csv", tmp_path / "windows.csv"
+    text = ROWS.replace("cup?", "caf\u00e9\u2028cup?")
+    plain.write_bytes(text.encode())
+    windows.write_bytes(text.replace("\n", "\r\n").encode("utf-8-sig"))
+    assert read_questions(windows) == read_questions(plain)
+    assert read_questions(plain).items["a"][0].text == "Is there a caf\u00e9\u2028cup?"
 
 
 def test_an_absent_table_says_where_to_get_it(tmp_path):
@@ -505,6 +596,18 @@ def test_grids_tiles_and_runs_are_one_evaluation(images, tmp_path):
     assert evaluate.run(configure(tmp_path / "grids")) == folder
 
 
+def test_every_run_has_scores_of_its_own_though_its_images_are_anothers(tmp_path):
+    """Lossless decoders at top-k 1 draw the same images; each must have scores to compare."""
+    folders = []
+    for name in ("a1", "b2"):
+        write_run(tmp_path / name / "images")
+        (tmp_path / name / "DONE").touch()
+        folders.append(evaluate.run(configure(tmp_path / name, f"output_dir={tmp_path}/out")))
+    found = [json.loads((folder / "scores.json").read_text()) for folder in folders]
+    assert [Path(scores["images"]).parent.name for scores in found] == ["a1", "b2"]
+    assert found[0]["average"] == found[1]["average"]
+
+
 def test_one_image_per_prompt(tmp_path):
     images = write_run(tmp_path / "made", tiles=1, key="prompt_id")
     assert scores_of(evaluate.run(configure(images, "images_per_prompt=1")))["average"] == 1
@@ -531,6 +634,33 @@ def test_exports_are_refused_where_they_would_mislead(images, tmp_path):
     assert not list(target.iterdir())
 
 
+def test_an_export_never_overwrites_another(images, tmp_path):
+    target = tmp_path / "grids"
+    export = ["eval=dpg_export", f"eval.folder={target}"]
+    evaluate.run(configure(images, *export))
+    first = {path.name: path.read_bytes() for path in target.iterdir()}
+    (target / "shapes0001.png").unlink()
+    evaluate.run(configure(images, *export))  # the rest of an interrupted one
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == first
+    (target / "shapes0000.png").unlink()
+    (images / "00002" / "samples" / "0003.png").write_bytes(
+        (images / "00000" / "samples" / "0003.png").read_bytes()
+    )
+    with pytest.raises(ValueError, match=r"other images already: shapes0002\.png; choose another"):
+        evaluate.run(configure(images, *export))
+    assert not (target / "shapes0000.png").exists()
+
+
+def test_an_export_needs_a_folder_and_ids_that_name_files(images, tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder, words in (("null", "must name a folder"), (tmp_path / "file", "is a file")):
+        with pytest.raises(ValueError, match=words):
+            evaluate.run(configure(images, "eval=dpg_export", f"eval.folder={folder}"))
+    (images / "00001" / "metadata.jsonl").write_text('{"item_id": "../v1.5", "prompt": "x"}')
+    with pytest.raises(ValueError, match=r"'\.\./v1\.5' cannot name a file"):
+        evaluate.run(configure(images, "eval=dpg_export", f"eval.folder={tmp_path}/grids"))
+
+
 def test_missing_images_are_refused_unless_allowed(images):
     (images / "00001" / "samples" / "0002.png").unlink()
     (images / "00002" / "samples" / "0003.png").unlink()
@@ -539,6 +669,9 @@ def test_missing_images_are_refused_unless_allowed(images):
     scores = scores_of(evaluate.run(configure(images, "evaluate.allow_missing=true")))
     assert (scores["n_scored"], scores["n_expected"]) == (1, 3)
     assert scores["missing"] == ["shapes0001", "shapes0002"]
+    shutil.rmtree(images / "00001" / "samples")
+    with pytest.raises(FileNotFoundError, match="5 of 12 images are missing, of items shapes0001"):
+        evaluate.run(configure(images))
     shutil.rmtree(images / "00000")
     with pytest.raises(FileNotFoundError, match=r"no prompt has all of its eval\.tiles=4 images"):
         evaluate.run(configure(images, "evaluate.allow_missing=true"))
@@ -553,9 +686,15 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-200])
 
 
+def deepen(path: Path) -> None:
+    Image.fromarray(np.full((48, 48), 40000, np.uint16)).save(path)
+
+
 BROKEN = {
-    "truncated": (lambda r: truncate(r / "00001/samples/0001.png"), "0001.png is not a readable"),
+    "truncated": (lambda r: truncate(r / "00001/samples/0001.png"), "0001.png is .*truncated"),
     "no image": (lambda r: (r / "00001/samples/0001.png").write_text("x"), "not a readable image"),
+    "empty": (lambda r: (r / "00001/samples/0001.png").write_text(""), "not a readable image"),
+    "16 bits": (lambda r: deepen(r / "00001/samples/0001.png"), "more than 8 bits a channel"),
     "size": (lambda r: save((40, 40), r / "00001/samples/0001.png"), "0001.png is 40x40"),
     "extra image": (lambda r: save((48, 48), r / "00001/samples/0004.png"), "beyond eval.tiles=4"),
     "extra file": (lambda r: (r / "00001/samples/notes").write_text(""), "notes does not belong"),
@@ -566,6 +705,11 @@ BROKEN = {
     ),
     "no id": (lambda r: (r / "00001/metadata.jsonl").write_text("{}"), "names no item"),
     "no json": (lambda r: (r / "00001/metadata.jsonl").write_text("{"), "not one line of JSON"),
+    "no keys": (lambda r: (r / "00001/metadata.jsonl").write_text("3"), "not one line of JSON"),
+    "odd prompt": (
+        lambda r: (r / "00001/metadata.jsonl").write_text('{"item_id": "a", "prompt": 3}'),
+        "its prompt is no text",
+    ),
     "other prompt": (
         lambda r: (r / "00001/metadata.jsonl").write_text(
             '{"item_id": "shapes0001", "prompt": "a red circle"}'
@@ -586,6 +730,22 @@ def test_broken_folders_are_one_clear_line(images, spoil, words):
         evaluate.run(configure(images, "evaluate.allow_missing=true"))
     assert "\n" not in str(caught.value)
     assert not (images.parent / "outputs").exists()
+
+
+def test_a_prompt_folder_without_its_metadata_is_named(images):
+    (images / "00001" / "metadata.jsonl").unlink()
+    with pytest.raises(FileNotFoundError, match=r"00001/metadata\.jsonl"):
+        evaluate.run(configure(images, "evaluate.allow_missing=true"))
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["evaluate.bootstrap=-1", "evaluate.bootstrap=1.5", "evaluate.bootstrap=0", "eval.items=0"],
+)
+def test_options_out_of_range_are_named(images, option):
+    name, _, value = option.partition("=")
+    with pytest.raises(ValueError, match=f"{name}={value} must be a whole number of at least 1"):
+        evaluate.run(configure(images, option))
 
 
 def test_grids_of_a_wrong_size_are_refused(tmp_path):
@@ -646,6 +806,14 @@ def test_two_methods_compare_over_common_prompts(images, tmp_path):
     assert found["difference"] == pytest.approx(found["first"] - 1)
     with pytest.raises(ValueError, match="is no finished evaluation"):
         evaluate.run(configure(images, f"eval.against={tmp_path}"))
+
+
+def test_answers_to_other_questions_do_not_compare(images, tmp_path):
+    first = evaluate.run(configure(images))
+    store = first / "answers.jsonl"
+    store.write_text(store.read_text().replace("Are there exactly", "Are there about"))
+    with pytest.raises(ValueError, match=r"other questions than eval\.questions holds: num"):
+        evaluate.run(configure(write_run(tmp_path / "other"), f"eval.against={first}"))
 
 
 def test_scores_of_different_judges_do_not_compare(images, tmp_path):

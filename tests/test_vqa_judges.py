@@ -30,6 +30,7 @@ from transformers import (
 
 from dpg_folders import ITEMS, TILES, configure, scores_of, write_run
 from ssd_research import evaluate
+from ssd_research.metrics.judges import pretrained
 from ssd_research.metrics.judges.blip import MOST_TOKENS, BlipJudge
 from ssd_research.metrics.judges.chat import ChatJudge
 from ssd_research.metrics.judges.recorded import RecordedJudge
@@ -106,6 +107,17 @@ def test_blip_answers_as_transformers_does_for_each_question_alone(blip, image):
         assert answer.p_yes == pytest.approx(p_yes, abs=1e-5)
     assert len({a.p_yes for a in found}) == len(QUESTIONS)
     assert judge.answer(image, []) == []
+
+
+def test_weights_that_overflow_are_no_answers(blip, chat, image):
+    """NaN compares as less: it would pass for a confident no."""
+    for judge in (BlipJudge(str(blip), device="cpu"), chat_judge(chat)):
+        model, _ = judge._loaded
+        head = model.text_decoder.cls.predictions if hasattr(model, "text_decoder") else model
+        head = head.decoder if hasattr(head, "decoder") else head.lm_head
+        head.weight.data[:, 0] = float("nan")
+        with pytest.raises(JudgeError, match="computes no finite numbers"):
+            judge.answer(image, asked(QUESTIONS[0]))
 
 
 def test_a_judge_is_known_by_its_weights(blip, tmp_path):
@@ -235,6 +247,8 @@ def test_a_chat_model_with_something_else_to_say_is_unparsable(chat):
     assert judge._read(torch.eye(len(vocabulary))[vocabulary["red"]]) == Answer("red", None)
     with pytest.raises(ValueError, match="has no place for"):
         ChatJudge(str(chat), prompt="Yes or no?")
+    with pytest.raises(ValueError, match=r"eval\.judge\.batch_size=0 must be at least 1"):
+        ChatJudge(str(chat), batch_size=0)
     with pytest.raises(ValueError, match="least_mass=2"):
         ChatJudge(str(chat), least_mass=2)
 
@@ -304,12 +318,43 @@ def test_broken_records_are_one_line(tmp_path, image):
     path.write_text(json.dumps({**whole, "tile": "first"}) + "\n")
     with pytest.raises(ValueError, match="a recorded answer is malformed"):
         RecordedJudge(str(path)).answer(image, asked("one ?"))
+    for p_yes in ("7", "NaN", "-1"):
+        path.write_text(json.dumps({**whole, "p_yes": p_yes}) + "\n")
+        with pytest.raises(ValueError, match="p_yes is no probability"):
+            RecordedJudge(str(path)).answer(image, asked("one ?"))
+    for last in ("3", "null", "[]"):
+        path.write_text(json.dumps(whole) + "\n" + last)
+        with pytest.raises(ValueError, match="no JSON object"):
+            RecordedJudge(str(path))
+    path.write_bytes(json.dumps(whole).encode() + b"\xff\n")
+    with pytest.raises(ValueError, match=r"answers\.jsonl is not UTF-8 text"):
+        RecordedJudge(str(path))
     path.write_text("".join(json.dumps({**whole, "judge": j}) + "\n" for j in "xy"))
     with pytest.raises(ValueError, match="mixes the answers of x and y"):
         RecordedJudge(str(path))
     (tmp_path / "answers.txt").write_text("")
     with pytest.raises(ValueError, match=r"must end in \.csv or \.jsonl"):
         RecordedJudge(str(tmp_path / "answers.txt"))
+
+
+def test_tables_of_answers_are_read_as_spreadsheets_write_them(tmp_path, image):
+    """With a byte-order mark, Windows line ends, line breaks of every kind inside a cell."""
+    path = tmp_path / "answers.csv"
+    text = 'item_id,question_id,answer\r\na,1,yes\r\na,2,"no\u2028way\nat all"\r\n'
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    answers = RecordedJudge(str(path)).answer(image, asked("one ?", "two ?"))
+    assert answers == [Answer("yes"), Answer("no\u2028way\nat all")]
+    path.write_text("item_id,question_id,answer\na,1,yes,or no\n")
+    with pytest.raises(ValueError, match="more cells than columns"):
+        RecordedJudge(str(path))
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.model", "config.json"])
+def test_another_file_of_a_local_judge_is_another_judge(tmp_path, name):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    before = pretrained.version(str(tmp_path), None)
+    (tmp_path / name).write_text("{}")
+    assert pretrained.version(str(tmp_path), None) != before
 
 
 # Workers -----------------------------------------------------------------------------------------
@@ -344,6 +389,13 @@ GRIEF = {
     "half a line": ("sys.stdout.write('{\"answ'); sys.stdout.flush(); sys.exit(3)", "status 3"),
     "chatters": ("print('loading weights', flush=True)", "wrote what is no JSON object: 'loading"),
     "too few": ("say({'answers': ['yes']})", "did not give 2 answers"),
+    "no text": (r"os.write(1, b'\xff\xfe\n')", "wrote what is no JSON object"),
+    "closes": ("os.close(1); time.sleep(60)", "closed its output"),
+    "null": ("say({'answers': [None, 'yes']})", "gave what is no answer: None"),
+    "no answer": ("say({'answers': [{'p_yes': 1}, 'yes']})", "gave what is no answer"),
+    "nan": ("say({'answers': [{'answer': 'yes', 'p_yes': float('nan')}] * 2})", "is no answer"),
+    "percent": ("say({'answers': [{'answer': 'yes', 'p_yes': 97}] * 2})", "gave what is no answer"),
+    "number": ("print(3, flush=True)", "wrote what is no JSON object: '3'"),
     "gives up": ("say({'error': 'no such picture'})", "gave up: no such picture"),
 }
 
@@ -354,6 +406,35 @@ def test_a_worker_in_grief_is_one_line(tmp_path, image, body, words):
     with pytest.raises(JudgeError, match=words) as caught:
         judge.answer(image, asked("one ?", "two ?"))
     assert "\n" not in str(caught.value)
+    assert judge._process.poll() is not None
+
+
+def test_a_worker_that_says_more_than_it_was_asked_is_noticed(tmp_path, image):
+    judge = WorkerJudge(worker(tmp_path, "say({'answers': yes})\nsay({'answers': ['no']})"))
+    assert judge.answer(image, asked("one ?")) == [Answer("yes")]
+    while judge._lines.empty():
+        time.sleep(0.01)
+    with pytest.raises(JudgeError, match=r"wrote what it was not asked for: .*no"):
+        judge.answer(image, asked("one ?"))
+
+
+def test_a_worker_that_never_reads_is_given_up(tmp_path):
+    """Its pipe holds less than one picture, so that writing to it would never end."""
+    path = tmp_path / "deaf.py"
+    path.write_text('import time\nprint(\'{"name": "x", "version": "1"}\', flush=True)\n')
+    path.write_text(path.read_text() + "time.sleep(60)\n")
+    large = np.random.default_rng(0).integers(0, 256, (384, 384, 3), dtype=np.uint8)
+    judge = WorkerJudge([sys.executable, str(path)], load_timeout=2)
+    with pytest.raises(JudgeError, match=r"silent for 2 s; raise eval\.judge\.load_timeout"):
+        judge.answer(large, asked("one ?"))
+    assert judge._process.poll() is not None
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
+def test_time_limits_are_seconds_above_0(seconds):
+    for name in ("timeout", "load_timeout"):
+        with pytest.raises(ValueError, match=rf"eval\.judge\.{name}={seconds} must be a number"):
+            WorkerJudge(["true"], **{name: seconds})
 
 
 def test_a_silent_worker_is_given_up_after_its_first_picture(tmp_path, image):
@@ -370,6 +451,10 @@ def test_a_worker_that_cannot_start_is_one_line(tmp_path):
         WorkerJudge(["mplug/bin/python", "worker.py"])
     with pytest.raises(JudgeError, match="began without its 'version'"):
         WorkerJudge(worker(tmp_path, "pass", hello='{"name": "stub"}'))
+    with pytest.raises(JudgeError, match="began without its 'name'"):
+        WorkerJudge(worker(tmp_path, "pass", hello='{"name": null, "version": "1"}'))
+    with pytest.raises(JudgeError, match=r"silent for 0\.2 s; raise eval\.judge\.load_timeout"):
+        WorkerJudge([sys.executable, "-c", "import time; time.sleep(60)"], load_timeout=0.2)
     with pytest.raises(JudgeError, match="ended with status 1: ModuleNotFoundError: No module"):
         WorkerJudge([sys.executable, "-c", "import modelscope_is_not_here"])
     with pytest.raises(ValueError, match="must be a list of words"):

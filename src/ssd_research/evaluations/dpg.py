@@ -15,7 +15,13 @@ import hydra
 from omegaconf import DictConfig
 
 from ssd_research.evaluations.dpg_answers import STORE, Exam, Said, ask, read_rival, texts
-from ssd_research.evaluations.images import image_root, refuse_short_run, write_rows
+from ssd_research.evaluations.images import (
+    allows_missing,
+    image_root,
+    refuse_short_run,
+    run_of,
+    write_rows,
+)
 from ssd_research.metrics import dpg
 from ssd_research.metrics.dpg import PROTOCOLS, Answers, listed
 from ssd_research.metrics.dpg_folder import (
@@ -59,6 +65,8 @@ def export(cfg: DictConfig, images: str) -> Path:
     refuse_short_run(root, len(found))
     known = {t.item_id: t.prompt or "" for t in found}
     complete_items(found, known, tiles=count, allow_missing=False)
+    if not cfg.eval.folder:
+        raise ValueError(f"eval.folder={cfg.eval.folder} must name a folder to write")
     folder = Path(str(cfg.eval.folder)).expanduser()
     side = write_images(root, found, folder, layout=cfg.eval.layout, tiles=count)
     log.info(
@@ -70,6 +78,7 @@ def export(cfg: DictConfig, images: str) -> Path:
 def prepare(cfg: DictConfig, images: str) -> Exam:
     """Return the exam of a folder; ValueError or FileNotFoundError for what is missing or odd."""
     count = whole_number(cfg, "eval.tiles", minimum=1)
+    whole_number(cfg, "evaluate.bootstrap", minimum=1)
     table = load_questions(cfg)
     root = image_root(images)
     found = read_tiles(root, tiles=count)
@@ -79,7 +88,9 @@ def prepare(cfg: DictConfig, images: str) -> Exam:
             f"the images are {sides[0]}x{sides[1]} pixels, "
             f"not eval.resolution={cfg.eval.resolution}"
         )
-    allowed = bool(cfg.evaluate.allow_missing)
+    if any(t.quarter is not None for t in found):
+        log.info("files at the root are grids of four images of %dx%d pixels", *sides)
+    allowed = allows_missing(cfg)
     tiles = complete_items(found, table.texts, tiles=count, allow_missing=allowed)
     if not tiles:
         raise FileNotFoundError(f"{root}: no prompt has all of its eval.tiles={count} images")
@@ -91,8 +102,9 @@ def load_questions(cfg: DictConfig) -> QuestionTable:
     """Return the questions that `eval.questions` names: a CSV file, or the shapes world's."""
     source = str(cfg.eval.questions)
     if source == SHAPES:
-        rows = benchmark.dpg_rows(prompts=cfg.eval.get("items") or SHAPES_ITEMS)
-        return QuestionTable.of(rows, source=source)
+        every = cfg.eval.get("items") is None
+        items = SHAPES_ITEMS if every else whole_number(cfg, "eval.items", minimum=1)
+        return QuestionTable.of(benchmark.dpg_rows(prompts=items), source=source)
     try:
         return read_questions(resolve_path(source))
     except FileNotFoundError as error:
@@ -106,6 +118,7 @@ def _identity(cfg: DictConfig, exam: Exam, rival: Answers | None) -> dict[str, A
     """Return what can change the scores: pixels, questions, judge, protocol, draws, the rival."""
     return {
         "images": run_id({f"{t.item_id}/{t.number}": t.sha256 for t in exam.tiles}),
+        "of": run_of(exam.root),
         "questions": exam.table.fingerprint,
         "judge": exam.examiner,
         "metric": ["dpg", dpg.VERSION, cfg.eval.protocol],

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -123,12 +124,14 @@ def read_rival(against: str, exam: Exam) -> Answers:
     """Return the answers of the evaluation to compare with.
 
     Raises:
-        FileNotFoundError: if there is no such evaluation.
-        ValueError: if it has not finished, or another judge answered.
+        ValueError: if it has not finished, another judge answered, or other questions were asked.
     """
-    folder = resolve_path(against)
+    folder = Path(against)
+    with suppress(FileNotFoundError):
+        folder = resolve_path(against)
     if not (folder / "DONE").is_file() or not (folder / STORE).is_file():
         raise ValueError(f"eval.against={against} is no finished evaluation of this kind")
+    asked = {(q.item_id, q.number): q.text for q in exam.table.rows}
     found: dict[str, dict[int, dict[int, str]]] = {}
     for record in _records(folder / STORE):
         if record["judge"] != exam.examiner:
@@ -136,7 +139,13 @@ def read_rival(against: str, exam: Exam) -> Answers:
                 f"eval.against={against} was judged by {record['judge']}, this by {exam.examiner}; "
                 "scores of different judges do not compare"
             )
-        tiles = found.setdefault(record["item_id"], {})
+        item_id, number = record["item_id"], record["question_id"]
+        if asked.get((item_id, number)) != record["question"]:
+            raise ValueError(
+                f"eval.against={against} was asked other questions than eval.questions holds: "
+                f"number {number} of item {item_id}"
+            )
+        tiles = found.setdefault(item_id, {})
         tiles.setdefault(record["tile"], {})[record["question_id"]] = record["answer"]
     return {item_id: [tiles[n] for n in sorted(tiles)] for item_id, tiles in found.items()}
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ssd_research.metrics.dpg_questions import BROAD, Question, QuestionTable
 
-VERSION = "1"
+VERSION = "2"
 DEPENDENCIES = ("cascade", "single", "none")
 Answers = Mapping[str, Sequence[Mapping[int, str]]]  # item id -> tile -> question number -> answer
 
@@ -32,8 +32,8 @@ class Scoring:
     exact_yes: bool = False  # "Yes", "yes." and " yes" are not yes
     last_tile_categories: bool = False  # categories from the last tile only (ELLA issue #60)
     raw_categories: bool = False  # categories without dependencies
-    skip_first_row: bool = False  # the table's first question is not read
-    drop_unknown_parents: bool = False  # an item that names an unknown parent is left out
+    official_rows: bool = False  # without the first row, and of a split item only its last rows
+    drop_unknown_parents: bool = False  # an item is left out once an unknown parent is looked up
 
     def __post_init__(self) -> None:
         if self.dependencies not in DEPENDENCIES:
@@ -47,10 +47,14 @@ PROTOCOLS = {
         exact_yes=True,
         last_tile_categories=True,
         raw_categories=True,
-        skip_first_row=True,
+        official_rows=True,
         drop_unknown_parents=True,
     ),
 }
+
+
+class UnreadableItemError(LookupError):
+    """The official script fails on an item, says so on its output, and leaves the item out."""
 
 
 @dataclass(frozen=True)
@@ -72,18 +76,27 @@ def reading(answer: str) -> bool | None:
 
 
 def respect_dependencies(
-    questions: Sequence[Question], marks: Mapping[int, float], *, dependencies: str
+    questions: Sequence[Question],
+    marks: Mapping[int, float],
+    *,
+    dependencies: str,
+    strict: bool = False,
 ) -> dict[int, float]:
     """Return the marks (1 yes, 0 no) with those zeroed whose parents do not count.
 
     A parent below its child is judged by its raw mark, as officially, and an unknown one not at
-    all.
+    all. With `strict` that is UnreadableItemError, unless a parent before it does not count: the
+    official script then looks no further.
     """
     kept = dict(marks)
     judged = kept if dependencies == "cascade" else marks
     for q in questions if dependencies != "none" else ():
-        if any(judged.get(parent, 1) == 0 for parent in q.parents):
-            kept[q.number] = 0.0
+        for parent in q.parents:
+            if strict and parent not in judged:
+                raise UnreadableItemError(f"item {q.item_id} has no question {parent}")
+            if judged.get(parent, 1) == 0:
+                kept[q.number] = 0.0
+                break
     return kept
 
 
@@ -98,16 +111,13 @@ def score_prompts(
     unknown = sorted(set(answers) - set(table.items))
     if unknown:
         raise ValueError(f"{len(unknown)} answered items have no questions: {listed(unknown)}")
-    items = (table.without_first_row() if scoring.skip_first_row else table).items
+    items = (table.as_officially_read() if scoring.official_rows else table).items
     scores, dropped = {}, []
     for item_id in (name for name in table.items if name in answers):
-        questions = items.get(item_id, ())
-        numbers = {q.number for q in questions}
-        strangers = any(parent not in numbers for q in questions for parent in q.parents)
-        if not questions or (scoring.drop_unknown_parents and strangers):
+        try:
+            scores[item_id] = _prompt(item_id, items.get(item_id, ()), answers[item_id], scoring)
+        except UnreadableItemError:
             dropped.append(item_id)
-        else:
-            scores[item_id] = _prompt(item_id, questions, answers[item_id], scoring)
     return scores, dropped
 
 
@@ -119,9 +129,14 @@ def _prompt(
 ) -> PromptScore:
     if not tiles:
         raise ValueError(f"item {item_id} has no tile")
+    if not questions:
+        raise UnreadableItemError(f"item {item_id} has no question")
     raw = [_marks(item_id, questions, tile, scoring) for tile in tiles]
     mode = scoring.dependencies
-    kept = [respect_dependencies(questions, marks, dependencies=mode) for marks in raw]
+    strict = scoring.drop_unknown_parents
+    kept = [
+        respect_dependencies(questions, marks, dependencies=mode, strict=strict) for marks in raw
+    ]
     pooled = raw if scoring.raw_categories else kept
     sums: dict[str, tuple[float, int]] = {}
     for marks in pooled[-1:] if scoring.last_tile_categories else pooled:

@@ -9,9 +9,8 @@ The official script skips what is missing or misnamed and crops what is too larg
 """
 
 import hashlib
-import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ from jaxtyping import UInt8
 from PIL import Image
 
 from ssd_research.metrics.dpg import listed
+from ssd_research.metrics.geneval_folder import read_line
+from ssd_research.metrics.pixels import read_rgb
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 GRID = 4  # images in a 2x2 grid
@@ -44,7 +45,7 @@ class Tile:
 
     def read(self, root: Path) -> UInt8[np.ndarray, "h w 3"]:
         """Return the pixels of the tile."""
-        return _quarter(_pixels(root / self.path, self.path), self.quarter)
+        return _quarter(read_rgb(root / self.path, self.path), self.quarter)
 
 
 def read_tiles(root: Path, *, tiles: int) -> list[Tile]:
@@ -65,7 +66,7 @@ def read_tiles(root: Path, *, tiles: int) -> list[Tile]:
     found: list[Tile] = []
     for item_id, number, path, prompt in files:
         name = path.relative_to(root).as_posix()
-        pixels = _pixels(path, name)
+        pixels = read_rgb(path, name)
         grid = number is None and tiles == GRID
         if grid:
             _refuse_no_grid(pixels, name)
@@ -125,8 +126,10 @@ def write_images(
     """Write tiles as `grids` (one file per item) or `tiles`, and return the side R of an image.
 
     Raises:
-        ValueError: for another layout, images that are no squares, or other files in `folder`.
+        ValueError: for another layout, images that are no squares, or other images in `folder`.
     """
+    if folder.is_file():
+        raise ValueError(f"eval.folder={folder} is a file")
     if layout not in ("grids", "tiles"):
         raise ValueError(f"eval.layout={layout} is not known; accepted: grids, tiles")
     if layout == "grids" and tiles not in (1, GRID):
@@ -135,7 +138,7 @@ def write_images(
     if width != height:
         raise ValueError(f"images of {width}x{height} pixels cannot be cropped by the official R")
     targets = dict(_targets(found, layout))
-    _refuse_strangers(folder, targets)
+    _refuse_strangers(root, folder, targets)
     for name, group in targets.items():
         picture = _assemble([tile.read(root) for tile in group])
         path = folder / name
@@ -147,7 +150,11 @@ def write_images(
 
 
 def _targets(found: Sequence[Tile], layout: str) -> Iterator[tuple[str, list[Tile]]]:
-    """Yield the files to write and the tiles of each."""
+    """Yield the files to write and the tiles of each; ValueError for ids that name no file."""
+    # The official script takes what is before the first full stop for the id.
+    strange = [t.item_id for t in found if not t.item_id or set(t.item_id) & set("./\\")]
+    if strange:
+        raise ValueError(f"item {strange[0]!r} cannot name a file of the official script")
     if layout == "tiles":
         yield from ((f"{t.item_id}/{t.number:04d}.png", [t]) for t in found)
         return
@@ -157,12 +164,19 @@ def _targets(found: Sequence[Tile], layout: str) -> Iterator[tuple[str, list[Til
     yield from ((f"{item_id}.png", group) for item_id, group in groups.items())
 
 
-def _refuse_strangers(folder: Path, targets: Collection[str]) -> None:
-    """Raise ValueError if the folder holds images that an export would not overwrite."""
-    there = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.suffix in SUFFIXES)
-    strangers = sorted(name for name in there if name not in targets)
+def _refuse_strangers(root: Path, folder: Path, targets: Mapping[str, Sequence[Tile]]) -> None:
+    """Raise ValueError if the folder holds images that are not those of this export."""
+    there = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES)
+    strangers = []
+    for path in there:
+        name = path.relative_to(folder).as_posix()
+        ours = [tile.read(root) for tile in targets.get(name, ())]
+        if not ours or not np.array_equal(read_rgb(path, str(path)), _assemble(ours)):
+            strangers.append(name)
     if strangers:
-        raise ValueError(f"{folder} holds other images already: {listed(strangers)}")
+        raise ValueError(
+            f"{folder} holds other images already: {listed(strangers)}; choose another eval.folder"
+        )
 
 
 def _assemble(tiles: Sequence[UInt8[np.ndarray, "s s 3"]]) -> UInt8[np.ndarray, "h w 3"]:
@@ -176,7 +190,7 @@ def _assemble(tiles: Sequence[UInt8[np.ndarray, "s s 3"]]) -> UInt8[np.ndarray, 
 def _files(root: Path, tiles: int) -> Iterator[tuple[str, int | None, Path, str | None]]:
     """Yield (item id, number or None, file, prompt or None) of every image, by layout."""
     for path in sorted(p for p in root.iterdir() if not p.name.startswith(".")):
-        if path.is_dir() and (path / "metadata.jsonl").is_file():
+        if (path / "metadata.jsonl").is_file() or (path / "samples").is_dir():
             metadata = _metadata(path / "metadata.jsonl")
             item_id = str(metadata.get("item_id", metadata.get("prompt_id")))
             for number, image in _numbered(path / "samples", root):
@@ -197,10 +211,9 @@ def _expected(tiles: int) -> str:
 
 
 def _numbered(folder: Path, root: Path) -> Iterator[tuple[int, Path]]:
-    """Yield the numbered images of a folder, which must be 0, 1, ... without a gap."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}")
-    paths = sorted(p for p in folder.iterdir() if not p.name.startswith("."))
+    """Yield the images of a folder by their numbers, none if there is no such folder."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    paths = sorted(p for p in found if not p.name.startswith("."))
     for path in paths:
         if not (path.stem.isdecimal() and path.suffix.lower() in SUFFIXES):
             raise ValueError(f"{path.relative_to(root)} does not belong here: expected 0000.png")
@@ -208,23 +221,12 @@ def _numbered(folder: Path, root: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _metadata(path: Path) -> dict[str, Any]:
-    try:
-        metadata = dict(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ValueError(f"{path} is not one line of JSON: {error}") from error
+    metadata = read_line(path)
     if metadata.get("item_id", metadata.get("prompt_id")) is None:
         raise ValueError(f"{path} names no item: without item_id or prompt_id")
+    if not isinstance(metadata.get("prompt"), str | None):
+        raise ValueError(f"{path}: its prompt is no text")
     return metadata
-
-
-def _pixels(path: Path, name: str) -> UInt8[np.ndarray, "h w 3"]:
-    """Return the pixels of a file; ValueError if it cannot be decoded to its end."""
-    try:
-        with Image.open(path) as image:
-            return np.asarray(image.convert("RGB"))
-    except (OSError, SyntaxError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{name} is not a readable image: {reason}") from error
 
 
 def _quarter(pixels: UInt8[np.ndarray, "h w 3"], quarter: int | None) -> UInt8[np.ndarray, "r s 3"]:

@@ -11,17 +11,18 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, groupby
 from pathlib import Path
 
 BROAD = ("global", "entity", "attribute", "relation", "other")  # DPG-Bench's five L1 categories
 COLUMNS = ("item_id", "text", "proposition_id", "dependency", "tuple", "question_natural_language")
 ODDITIES = (
-    "malformed_dependencies",  # a token that is no whole number: "5, right"
+    "malformed_dependencies",  # a token that is no whole number: "5, right"; ends the official run
     "self_parents",
     "later_parents",  # a parent that stands below its child
     "unknown_parents",  # a parent the item has no question for
     "duplicate_questions",  # two rows with one item and number: the last one counts
-    "blank_questions",  # a row without a question; it is asked all the same, as officially
+    "blank_questions",  # a row without a question, which is asked all the same
     "split_items",  # an item whose rows do not stand together
     "unknown_categories",  # none of the five
 )
@@ -55,9 +56,9 @@ class Question:
 
 @dataclass(frozen=True)
 class QuestionTable:
-    """The questions of every item in the file's order, the item's prompt, and what was odd."""
+    """The rows of a table in its order, the prompt of every item, and what was odd."""
 
-    items: Mapping[str, tuple[Question, ...]]
+    rows: tuple[Question, ...]
     texts: Mapping[str, str]
     oddities: Mapping[str, int]
 
@@ -68,51 +69,42 @@ class QuestionTable:
         Raises:
             ValueError: if there is no row, or one lacks a column or a number.
         """
-        items: dict[str, dict[int, Question]] = {}
+        questions: list[Question] = []
         texts: dict[str, str] = {}
-        odd: Counter[str] = Counter()
-        previous = None
         for line, row in enumerate(rows, 2):
-            question = _question(row, f"{source} row {line}")
-            item_id = question.item_id
-            group = items.setdefault(item_id, {})
-            odd["split_items"] += bool(group) and item_id != previous
-            odd["blank_questions"] += not question.text
-            odd["duplicate_questions"] += question.number in group
-            group[question.number] = question
-            texts.setdefault(item_id, row["text"])
-            previous = item_id
-        if not items:
+            questions.append(_question(row, f"{source} row {line}"))
+            texts.setdefault(questions[-1].item_id, row["text"])
+        if not questions:
             raise ValueError(f"{source} holds no questions")
-        table = {item_id: tuple(group.values()) for item_id, group in items.items()}
-        return cls(table, texts, {**dict.fromkeys(ODDITIES, 0), **odd, **_dependency_faults(table)})
+        return cls(tuple(questions), texts, _oddities(questions))
+
+    @cached_property
+    def items(self) -> Mapping[str, tuple[Question, ...]]:
+        """The questions of every item in order; of two with one number the last one counts."""
+        return _by_item(self.rows)
 
     @property
     def fingerprint(self) -> str:
-        """The sha256 of all questions in order."""
+        """The sha256 of all rows in order."""
         rows = [
-            [q.item_id, q.number, q.text, q.statement, q.parents, q.malformed]
-            for group in self.items.values()
-            for q in group
+            [q.item_id, q.number, q.text, q.statement, q.parents, q.malformed] for q in self.rows
         ]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
-    def without_first_row(self) -> "QuestionTable":
-        """Return the table as the official script reads it, which skips its first data row."""
-        first, *others = self.items
-        left = self.items[first][1:]
-        head = {first: left} if left else {}
-        return replace(self, items={**head, **{name: self.items[name] for name in others}})
+    def as_officially_read(self) -> "QuestionTable":
+        """Return the table as the official script reads it.
+
+        It skips the first data row, and of an item whose rows stand apart it keeps the last block.
+        """
+        blocks = groupby(self.rows[1:], key=lambda q: q.item_id)
+        last = {item_id: tuple(block) for item_id, block in blocks}
+        return replace(self, rows=tuple(chain.from_iterable(last.values())))
 
     def without_graphs_of_malformed(self) -> "QuestionTable":
         """Return the table as DSG reads it: a malformed token costs an item all dependencies."""
-        items = {
-            name: tuple(replace(q, parents=()) for q in group)
-            if any(q.malformed for q in group)
-            else group
-            for name, group in self.items.items()
-        }
-        return replace(self, items=items)
+        spoilt = {q.item_id for q in self.rows if q.malformed}
+        rows = (replace(q, parents=()) if q.item_id in spoilt else q for q in self.rows)
+        return replace(self, rows=tuple(rows))
 
 
 def read_questions(path: Path) -> QuestionTable:
@@ -139,6 +131,8 @@ def _question(row: Mapping[str, str | None], where: str) -> Question:
     for name in COLUMNS:
         if row.get(name) is None:
             raise ValueError(f"{where} has no {name}")
+    if None in row:
+        raise ValueError(f"{where} has more cells than the table has columns: quote the commas")
     number, text = str(row["proposition_id"]).strip(), str(row["question_natural_language"]).strip()
     if not number.isdecimal():
         raise ValueError(f"{where}: proposition_id {number!r} is not a number")
@@ -146,7 +140,29 @@ def _question(row: Mapping[str, str | None], where: str) -> Question:
     parents = tuple(int(token) for token in tokens if token.isdecimal() and int(token))
     malformed = not all(token.isdecimal() for token in tokens)
     item_id = str(row["item_id"]).strip()
+    if not item_id:
+        raise ValueError(f"{where}: item_id is blank")
     return Question(item_id, int(number), text, str(row["tuple"]), parents, malformed)
+
+
+def _by_item(rows: Iterable[Question]) -> dict[str, tuple[Question, ...]]:
+    groups: dict[str, dict[int, Question]] = {}
+    for q in rows:
+        groups.setdefault(q.item_id, {})[q.number] = q
+    return {item_id: tuple(group.values()) for item_id, group in groups.items()}
+
+
+def _oddities(rows: Sequence[Question]) -> dict[str, int]:
+    """Count each of `ODDITIES`."""
+    items = _by_item(rows)
+    blocks = sum(1 for _ in groupby(rows, key=lambda q: q.item_id))
+    return {
+        **dict.fromkeys(ODDITIES, 0),
+        "split_items": blocks - len(items),
+        "duplicate_questions": len(rows) - sum(map(len, items.values())),
+        "blank_questions": sum(not q.text for q in rows),
+        **_dependency_faults(items),
+    }
 
 
 def _dependency_faults(items: Mapping[str, Sequence[Question]]) -> dict[str, int]:

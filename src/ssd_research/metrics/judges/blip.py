@@ -56,6 +56,9 @@ class BlipJudge:
         return [found[row] for row in range(len(questions))]
 
     def _read(self, reply: Any) -> list[Answer]:
+        pretrained.refuse_overflow(
+            *reply.logits, key=pretrained.KEY, model=self.model, dtype=self.dtype
+        )
         texts = self._loaded[1].tokenizer.batch_decode(reply.sequences, skip_special_tokens=True)
         p_yes = reply.logits[0].float()[:, self._words].softmax(-1)[:, 0]
         return [Answer(text.strip(), p) for text, p in zip(texts, p_yes.tolist(), strict=True)]

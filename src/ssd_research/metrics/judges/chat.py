@@ -43,6 +43,8 @@ class ChatJudge:
             raise ValueError(f"eval.judge.prompt={self.prompt!r} has no place for {{question}}")
         if not 0 <= self.least_mass < 1:
             raise ValueError(f"eval.judge.least_mass={self.least_mass} must be in [0, 1)")
+        if self.batch_size < 1:
+            raise ValueError(f"eval.judge.batch_size={self.batch_size} must be at least 1")
         object.__setattr__(self, "name", self.model)
         weights = pretrained.version(self.model, self.revision)
         settings = f"{self.dtype} {self.prompt!r} least_mass={self.least_mass}"
@@ -78,7 +80,9 @@ class ChatJudge:
                 output_logits=True,
                 return_dict_in_generate=True,
             )
-        return reply.logits[0].float().softmax(-1).cpu()
+        first = reply.logits[0].float().softmax(-1).cpu()
+        pretrained.refuse_overflow(first, key=pretrained.KEY, model=self.model, dtype=self.dtype)
+        return first
 
     def _chat(self, question: str) -> str:
         """Return the chat up to where the model replies."""

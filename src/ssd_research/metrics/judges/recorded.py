@@ -2,9 +2,9 @@
 
 import csv
 import hashlib
+import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -122,25 +122,46 @@ def _entry(row: Mapping[str, Any], names: Mapping[str, str]) -> tuple[Key, Answe
             int(row[names["question"]]),
         )
         p_yes = row.get(names["p_yes"])
-        return key, Answer(
-            str(row[names["answer"]]), None if p_yes in (None, "") else float(str(p_yes))
-        )
+        share = None if p_yes in (None, "") else float(str(p_yes))
     except ValueError as error:
         raise ValueError(f"a recorded answer is malformed ({error}): {dict(row)}") from error
+    if share is not None and not 0 <= share <= 1:
+        raise ValueError(f"a recorded answer is malformed (p_yes is no probability): {dict(row)}")
+    return key, Answer(str(row[names["answer"]]), share)
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a table; a last line that an interruption cut short is left out."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".csv":
-        yield from csv.DictReader(text.splitlines(keepends=True))
+    """Yield the rows of a table; a last line that an interruption cut short is left out.
+
+    Raises ValueError for what is no UTF-8 text, a surplus cell, or a line that is no JSON object.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error})") from error
+    if path.suffix == ".jsonl":
+        yield from _json_rows(text, path)
         return
+    for row in csv.DictReader(io.StringIO(text, newline="")):
+        if None in row:
+            raise ValueError(f"{path} has a row with more cells than columns: {row}")
+        yield row
+
+
+def _json_rows(text: str, path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects that lines hold; ValueError for another line, unless the last is cut."""
     *lines, rest = text.split("\n")
-    for line in lines:
-        try:
-            yield dict(json.loads(line))
-        except (TypeError, ValueError):
-            raise ValueError(f"{path} holds a line that is no JSON object: {line[:60]}") from None
-    if rest.strip():
-        with suppress(ValueError):
-            yield json.loads(rest)
+    for line in [*lines, rest] if _whole(rest) else lines:
+        row = json.loads(line) if _whole(line) else None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path} holds a line that is no JSON object: {line[:60]}")
+        yield row
+
+
+def _whole(line: str) -> bool:
+    """Return whether a line is JSON."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True

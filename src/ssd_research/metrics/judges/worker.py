@@ -18,8 +18,8 @@ import subprocess
 import tempfile
 import threading
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -28,48 +28,65 @@ from PIL import Image
 
 from ssd_research.metrics.judges.vqa import Answer, Asked, JudgeError
 
+GRACE = 2  # seconds for a worker to end once it has closed its output or we its input
+
 
 class WorkerJudge:
-    """Asks the worker that `command` starts (a list of words); `timeout` is seconds per picture.
+    """Asks the worker that `command` starts (a list of words); it ends with the judge.
 
-    The first picture has no deadline, as the worker loads its model then. It ends with the judge.
+    `timeout` is seconds per picture. `load_timeout` bounds instead its start, and then the first
+    picture, with which the worker loads its model.
     """
 
-    def __init__(self, command: Sequence[str], *, timeout: float = 600.0) -> None:
+    def __init__(
+        self, command: Sequence[str], *, timeout: float = 600.0, load_timeout: float = 3600.0
+    ) -> None:
         if isinstance(command, str) or not command:
             raise ValueError(f"eval.judge.command={command} must be a list of words")
         self.command = [str(word) for word in command]
-        self.timeout = timeout
+        self._limits = {
+            "load_timeout": _seconds("load_timeout", load_timeout),
+            "timeout": _seconds("timeout", timeout),
+        }
+        self._limit = "load_timeout"
         self._words = shlex.join(self.command)
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
-        self._deadline: float | None = None
         self._start()
-        hello = self._receive()
-        try:
-            self.name, self.version = str(hello["name"]), str(hello["version"])
-        except KeyError as error:
-            raise JudgeError(f"the judge `{self._words}` began without its {error}") from error
+        with self._ended_on_error():
+            hello = self._receive()
+            for word in ("name", "version"):
+                if not isinstance(hello.get(word), str):
+                    raise self._stray(f"began without its {word!r}")
+        self.name, self.version = hello["name"], hello["version"]
 
     def answer(self, image: UInt8[np.ndarray, "h w 3"], questions: Sequence[Asked]) -> list[Answer]:
         """Return the worker's answers; JudgeError if it dies, is late or strays."""
         buffer = io.BytesIO()
         Image.fromarray(image).save(buffer, format="PNG")
         picture = base64.b64encode(buffer.getvalue()).decode()
-        self._send({"image": picture, "questions": [asked.question for asked in questions]})
-        reply = self._receive()
-        self._deadline = self.timeout
-        if "error" in reply:
-            raise JudgeError(f"the judge `{self._words}` gave up: {reply['error']}")
-        answers = reply.get("answers")
-        if not isinstance(answers, list) or len(answers) != len(questions):
-            raise JudgeError(
-                f"the judge `{self._words}` did not give {len(questions)} answers: {reply}"
-            )
-        return [_answer(entry) for entry in answers]
+        with self._ended_on_error():
+            self._refuse_unasked()
+            self._send({"image": picture, "questions": [asked.question for asked in questions]})
+            answers = self._receive().get("answers")
+            if not isinstance(answers, list) or len(answers) != len(questions):
+                raise self._stray(f"did not give {len(questions)} answers: {answers!s:.80}")
+            found = [self._answer(entry) for entry in answers]
+        self._limit = "timeout"
+        return found
 
     def close(self) -> None:
         """End the worker."""
         self._end()
+
+    @contextmanager
+    def _ended_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            # Killed first: to close the pipe of a worker that does not read would wait for it.
+            self._process.kill()
+            self._end()
+            raise
 
     def _start(self) -> None:
         try:
@@ -78,8 +95,8 @@ class WorkerJudge:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
-                text=True,
                 encoding="utf-8",
+                errors="replace",
             )
         except OSError as error:
             raise JudgeError(
@@ -92,45 +109,71 @@ class WorkerJudge:
         self._end = weakref.finalize(self, _stop, process)
 
     def _send(self, message: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
-        except OSError:
-            raise self._death() from None
+        """Hand on a message in a thread: a worker that does not read would hold us up for ever."""
+        line = json.dumps(message) + "\n"
+        threading.Thread(target=_write, args=(self._process.stdin, line), daemon=True).start()
 
     def _receive(self) -> dict[str, Any]:
+        """Return the worker's next message."""
+        seconds = self._limits[self._limit]
         try:
-            line = self._lines.get(timeout=self._deadline)
+            line = self._lines.get(timeout=seconds)
         except queue.Empty:
-            self._end()
-            raise JudgeError(
-                f"the judge `{self._words}` was silent for {self.timeout:g} s; "
-                "raise eval.judge.timeout"
-            ) from None
+            hint = f"raise eval.judge.{self._limit}"
+            raise self._stray(f"was silent for {seconds:g} s; {hint}") from None
         if not line.endswith("\n"):
             raise self._death()
         try:
-            return dict(json.loads(line))
+            message = dict(json.loads(line))
         except (TypeError, ValueError) as error:
-            self._end()
-            raise JudgeError(
-                f"the judge `{self._words}` wrote what is no JSON object: {line.strip()[:80]!r}"
-            ) from error
+            raise self._stray(f"wrote what is no JSON object: {line.strip()[:80]!r}") from error
+        if "error" in message:
+            raise self._stray(f"gave up: {message['error']}")
+        return message
+
+    def _refuse_unasked(self) -> None:
+        """Raise JudgeError if the worker ended or spoke since its last answer: they would shift."""
+        if not self._lines.empty():
+            line = self._lines.get()
+            if not line.endswith("\n"):
+                raise self._death()
+            raise self._stray(f"wrote what it was not asked for: {line.strip()[:80]!r}")
+
+    def _answer(self, entry: Any) -> Answer:
+        """Return one answer: a text, or a text and a probability."""
+        said = entry if isinstance(entry, dict) else {"answer": entry}
+        text, p_yes = said.get("answer"), said.get("p_yes")
+        known = isinstance(p_yes, int | float) and 0 <= p_yes <= 1
+        if not isinstance(text, str) or not (known or p_yes is None):
+            raise self._stray(f"gave what is no answer: {entry!s:.80}")
+        return Answer(text, p_yes)
+
+    def _stray(self, what: str) -> JudgeError:
+        return JudgeError(f"the judge `{self._words}` {what}")
 
     def _death(self) -> JudgeError:
         """Return the error that says how the worker ended, with its last words on stderr."""
-        status = self._process.wait()
+        try:
+            how = f"ended with status {self._process.wait(timeout=GRACE)}"
+        except subprocess.TimeoutExpired:
+            how = "closed its output"
         self._stderr.seek(0)
         words = self._stderr.read().decode(errors="replace").strip().splitlines()
-        last = f": {words[-1].strip()}" if words else ""
-        return JudgeError(f"the judge `{self._words}` ended with status {status}{last}")
+        return self._stray(how + (f": {words[-1].strip()}" if words else ""))
 
 
-def _answer(entry: Any) -> Answer:
-    if isinstance(entry, dict):
-        return Answer(str(entry.get("answer", "")), entry.get("p_yes"))
-    return Answer(str(entry))
+def _seconds(name: str, value: float) -> float:
+    """Return a time limit; ValueError unless it is a number of seconds above 0."""
+    if isinstance(value, int | float) and 0 < value <= threading.TIMEOUT_MAX:
+        return value
+    raise ValueError(f"eval.judge.{name}={value} must be a number of seconds above 0")
+
+
+def _write(stream: Any, line: str) -> None:
+    """Write to a worker; one that is gone is noticed where its answer is awaited."""
+    with suppress(OSError, ValueError):
+        stream.write(line)
+        stream.flush()
 
 
 def _forward(stream: Any, lines: "queue.Queue[str]") -> None:
@@ -147,7 +190,7 @@ def _stop(process: "subprocess.Popen[str]") -> None:
         with suppress(OSError):
             process.stdin.close()
     try:
-        process.wait(timeout=2)
+        process.wait(timeout=GRACE)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
