@@ -173,7 +173,36 @@ def test_the_stage(random_backbone, random_heads, tmp_path, monkeypatch) -> None
         (evaluate.run(configure(tmp_path, heads, "eval.limit=1")) / "scores.json").read_text()
     )
     assert few["n_scored"] == 1
+    table = tmp_path / "made" / "images.parquet"
+    whole = pq.read_table(table).to_pylist()
+    other_words = [{**row, "prompt": PROMPTS[0]} for row in whole]
+    pq.write_table(pa.Table.from_pylist(other_words), table)
+    assert evaluate.run(configure(tmp_path, heads, "batch_size=1")) != folder
     with pytest.raises(ValueError, match=r"heads.path=/none does not exist"):
         evaluate.run(configure(tmp_path, "heads.path=/none"))
     with pytest.raises(ValueError, match=r"measures draft heads and heads.path is null"):
         evaluate.run(configure(tmp_path, "heads.path=null"))
+
+
+def test_tables_that_no_run_of_this_model_wrote(random_backbone, tmp_path) -> None:
+    table = write_run(tmp_path / "made", random_backbone) / "images.parquet"
+    good = pq.read_table(table).to_pylist()
+    cfg = configure(tmp_path)
+    assert len(stage.chosen(table, cfg, random_backbone)) == 2
+    spoilt = {
+        "lists an image twice": [*good, good[0]],
+        "an image of prompt p1 is not 36 codes below 32": [good[0], {**good[1], "codes": [1]}],
+        "an image of prompt p0 is not": [{**good[0], "codes": [32] * 36}],
+        "of prompt p0 is not": [{**good[0], "codes": [-1] * 36}],
+    }
+    for words, rows in spoilt.items():
+        pq.write_table(pa.Table.from_pylist(rows), table)
+        with pytest.raises(ValueError, match=words):
+            stage.chosen(table, cfg, random_backbone)
+    pq.write_table(pa.Table.from_pylist(good).slice(0, 0), table)
+    with pytest.raises(ValueError, match="lists no images"):
+        stage.chosen(table, cfg, random_backbone)
+    for content in (b"", b"PAR1"):
+        table.write_bytes(content)
+        with pytest.raises(ValueError, match="is not the table of a generate run"):
+            stage.chosen(table, cfg, random_backbone)

@@ -1,6 +1,7 @@
 """Deviation from AR: the paper's own numbers, the bias that it has, and the stage."""
 
 import json
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,8 @@ def test_against_a_loop_over_prompts() -> None:
         covariances = [np.trace(np.cov(x[k].T)) for x in (ar, decoder)]
         shift = np.linalg.norm(decoder[k].mean(0) - ar[k].mean(0)) ** 2
         np.testing.assert_allclose(row, [shift, *covariances, sum(covariances) / 5])
+    for k, row in enumerate(per_prompt(ar, decoder, shared_seeds=True)):
+        assert row[3] == pytest.approx(np.trace(np.cov((decoder[k] - ar[k]).T)) / 5)
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.3])
@@ -106,16 +109,25 @@ def test_unit_length() -> None:
 # --- the stage --------------------------------------------------------------------------------
 
 
-def write_run(root: Path, *, seed: int, tint: int, images: int = 4, prompts: int = 3) -> Path:
+def write_run(
+    root: Path,
+    *,
+    seed: int,
+    tint: int,
+    images: int = 4,
+    prompts: int = 3,
+    side: int = 48,
+    text: str = "x",
+) -> Path:
     """Write a generate run whose pictures of a prompt differ from seed to seed."""
     rng, rows = np.random.default_rng(seed), []
     for k in range(prompts):
         for n in range(images):
             path = f"{k:05d}/samples/{n:04d}.png"
             (root / "images" / path).parent.mkdir(parents=True, exist_ok=True)
-            picture = rng.integers(0, 60, (48, 48, 3)) + np.array([tint, 60 * k, 100])
+            picture = rng.integers(0, 60, (side, side, 3)) + np.array([tint, 60 * k, 100])
             Image.fromarray(picture.astype(np.uint8)).save(root / "images" / path)
-            rows.append({"prompt_id": f"p{k}", "prompt": "x", "image_index": n, "path": path})
+            rows.append({"prompt_id": f"p{k}", "prompt": text, "image_index": n, "path": path})
     pq.write_table(pa.Table.from_pylist(rows), root / "images.parquet")
     (root / "meta.json").write_text(json.dumps({"identity": {"seed": seed}}))
     return root
@@ -130,7 +142,8 @@ def measure(tmp_path: Path, *overrides: str) -> dict:
     return json.loads((folder / "scores.json").read_text())
 
 
-def test_the_stage_end_to_end(tmp_path) -> None:
+def test_the_stage_end_to_end(tmp_path, caplog) -> None:
+    caplog.set_level(logging.INFO)  # a broken format of what it says would raise
     ar = write_run(tmp_path / "ar", seed=0, tint=40)
     other = write_run(tmp_path / "other", seed=1, tint=120)
     base = f"eval.baseline={ar}"
@@ -141,6 +154,9 @@ def test_the_stage_end_to_end(tmp_path) -> None:
     assert scores["location"] == pytest.approx((scores["shift"] / scores["trace_ar"]) ** 0.5)
     assert scores["split_half_null"]["location"] < scores["location"]
     assert scores["judge"].startswith("janus-vq-encoder ")
+    said = f"centre shift {scores['location']:.2f} AR s.d."
+    assert f"{said} (debiased" in caplog.text
+    assert f"spread {100 * scores['scale']:+.0f} %" in caplog.text
     same = write_run(tmp_path / "same", seed=0, tint=40)
     none = measure(tmp_path, base, f"evaluate.images={same}")
     assert (none["shared_seeds"], none["shift"], none["scale"]) == (True, 0, 0)
@@ -156,6 +172,40 @@ def test_runs_that_do_not_match(tmp_path) -> None:
     single = write_run(tmp_path / "single", seed=2, tint=40, images=1)
     with pytest.raises(ValueError, match="at least 2; generate with images_per_prompt=10"):
         measure(tmp_path, f"evaluate.images={single}", f"eval.baseline={single}")
-    (ar / "meta.json").unlink()
-    with pytest.raises(ValueError, match=r"set eval.shared_seeds=true or false"):
-        measure(tmp_path, f"evaluate.images={ar}", f"eval.baseline={ar}")
+    small = write_run(tmp_path / "small", seed=3, tint=40, side=24)
+    with pytest.raises(ValueError, match=r"12 of 24 images are not 48x48 pixels: .* is 24x24"):
+        measure(tmp_path, f"evaluate.images={small}", f"eval.baseline={ar}")
+    other = write_run(tmp_path / "other", seed=3, tint=40, text="another")
+    with pytest.raises(ValueError, match="p0 is 'x' in one and 'another' in the other"):
+        measure(tmp_path, f"evaluate.images={other}", f"eval.baseline={ar}")
+    with pytest.raises(FileNotFoundError, match=r"eval.baseline=/none does not exist"):
+        measure(tmp_path, f"evaluate.images={ar}", "eval.baseline=/none")
+    for option in ("normalize", "shared_seeds"):
+        with pytest.raises(ValueError, match=f"eval.{option}=maybe must be true"):
+            measure(
+                tmp_path, f"evaluate.images={ar}", f"eval.baseline={ar}", f"eval.{option}=maybe"
+            )
+    for content in ("{}", "{", None):
+        (ar / "meta.json").write_text(content) if content else (ar / "meta.json").unlink()
+        with pytest.raises(ValueError, match=r"set eval.shared_seeds=true or false"):
+            measure(tmp_path, f"evaluate.images={ar}", f"eval.baseline={ar}")
+
+
+def test_prompts_with_different_numbers_of_images_are_refused(tmp_path) -> None:
+    """Three and five make the eight of two prompts with four: a bare reshape would mix them."""
+    root = tmp_path / "ragged"
+    for k, count in enumerate((3, 5)):
+        (root / f"{k:05d}" / "samples").mkdir(parents=True)
+        for n in range(count):
+            picture = Image.new("RGB", (48, 48), (9 * n, 40, 40))
+            picture.save(root / f"{k:05d}" / "samples" / f"{n:04d}.png")
+    with pytest.raises(ValueError, match="8 images of 2 prompts: every prompt needs the same"):
+        measure(tmp_path, f"evaluate.images={root}", f"eval.baseline={root}")
+
+
+def test_images_without_any_spread_are_one_line() -> None:
+    alike = np.ones((3, 4, 2))
+    with pytest.raises(ValueError, match="all alike, so there is no spread to measure by"):
+        pool(per_prompt(alike, alike + 1, shared_seeds=False))
+    with pytest.raises(ValueError, match="no spread"):
+        pool(per_prompt(np.full((3, 4, 2), np.nan), alike, shared_seeds=False))

@@ -1,10 +1,12 @@
 """FID: extractors, clean-fid's numbers, reference statistics and what they refuse, the stage."""
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -249,10 +251,38 @@ def test_files_that_do_not_say_how_they_were_made(made, tmp_path) -> None:
     path.write_bytes(path.read_bytes()[:3000])
     with pytest.raises(ValueError, match=r"is not a whole .npz file"):
         fid.read_reference(path, wanted)
-    odd = fid.Reference(fit(torch.full((3, 2), torch.finfo().max)), wanted)
-    fid.write_reference(path, odd)
-    np.savez(path, **{**np.load(path), "sigma": np.eye(3)})
-    with pytest.raises(ValueError, match=r"mu \[2\], sigma \[3, 3\] and n=3 are not"):
+    np.save(tmp_path / "array.npy", np.eye(3))
+    for other in (tmp_path, tmp_path / "array.npy"):
+        with pytest.raises(ValueError, match=r"is not a whole .npz file"):
+            fid.read_reference(other, wanted)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"sigma": np.eye(3)},
+        {"sigma": -np.eye(2)},
+        {"sigma": np.triu(np.ones((2, 2)))},
+        {"sigma": np.full((2, 2), np.nan)},
+        {"mu": np.zeros((2, 1))},
+        {"mu": np.array([0, np.inf])},
+        {"mu": np.zeros(2, complex)},
+        {"mu": np.array(["a", "b"])},
+        {"n": np.array(1)},
+        {"n": np.array(3.5)},
+        {"n": np.array(np.nan)},
+        {"n": np.array([3, 4])},
+    ],
+    ids=str,
+)
+def test_statistics_that_are_no_gaussian_are_refused(made, odd) -> None:
+    path, wanted = made
+    fid.write_reference(path, fid.Reference(fit(torch.eye(3, 2)), wanted))
+    fid.read_reference(path, wanted)
+    np.savez(path, **{**np.load(path), **odd})
+    with pytest.raises(
+        ValueError, match=r"mu \[.*\], sigma \[.*\] and n=.* are not the finite mean"
+    ):
         fid.read_reference(path, wanted)
 
 
@@ -304,6 +334,26 @@ def test_broken_caption_files(tmp_path) -> None:
     path.write_text('{"annotations": [{"id": 1}], "images": []}')
     with pytest.raises(ValueError, match="is not a COCO caption file"):
         load_prompts(str(path), {})
+    image = {"images": [{"id": 1}]}
+    for caption, words in ((None, "is not a COCO caption file"), (" ", "1 images have no caption")):
+        entry = {"id": 2, "image_id": 1, "caption": caption}
+        path.write_text(json.dumps({**image, "annotations": [entry]}))
+        with pytest.raises(ValueError, match=words):
+            read_captions(path)
+    path.write_text('{"images": [], "annotations": []}')
+    with pytest.raises(ValueError, match=r"captions.json lists no images"):
+        read_captions(path)
+    for content in (b"{", b"", b"\xff", b"[]"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"captions.json is not a COCO caption file"):
+            read_captions(path)
+
+
+def test_a_byte_order_mark_before_captions(captions) -> None:
+    plain = load_prompts(str(captions), {})
+    captions.write_bytes(b"\xef\xbb\xbf" + captions.read_bytes())
+    assert load_prompts(str(captions), {}) == plain
+    assert len(read_captions(captions)) == COUNT
 
 
 # --- the stage --------------------------------------------------------------------------------
@@ -395,13 +445,106 @@ def test_missing_images_are_one_line_unless_allowed(coco, tmp_path) -> None:
     assert (scores["coverage"], scores["missing"]) == (5 / 6, ["000000000003"])
     with pytest.raises(FileNotFoundError, match=r"4995 of 5000 images are missing; score"):
         evaluate.run(coco("eval.captions=null"))
+    for expected in ("null", "0", "4.5", "all"):
+        with pytest.raises(ValueError, match="must be a whole number of at least 1"):
+            evaluate.run(coco("eval.captions=null", f"eval.expected={expected}"))
+
+
+def test_what_a_resize_or_a_second_name_would_hide(coco, tmp_path) -> None:
+    image = tmp_path / "images" / "000000000002.png"
+    whole = image.read_bytes()
+    Image.open(image).resize((1, 1)).save(image)
+    with pytest.raises(ValueError, match=r"1 of 6 images are not 26x20 .*000000000002.png is 1x1"):
+        evaluate.run(coco())
+    image.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"000000000002.png is not a readable image"):
+        evaluate.run(coco())
+    image.write_bytes(whole)
+    twin = image.with_suffix(".jpg")
+    Image.open(image).save(twin)
+    with pytest.raises(ValueError, match=r"2.jpg and .*2.png are both image 0 of prompt 0"):
+        evaluate.run(coco())
+    twin.unlink()
+    for other in image.parent.glob("*[!2].png"):
+        other.unlink()
+    with pytest.raises(FileNotFoundError, match="images holds 1 image; a covariance needs"):
+        evaluate.run(coco())
+
+
+def test_options_that_would_do_nothing(coco) -> None:
+    with pytest.raises(ValueError, match=r"images and eval.reference.render both say .*=null"):
+        evaluate.run(coco("eval.reference.render=2"))
+    with pytest.raises(ValueError, match=r"caption_seed=3 does nothing without eval.captions"):
+        evaluate.run(coco("eval.captions=null", "selection.caption_seed=3"))
+    with pytest.raises(ValueError, match=r"allow_missing=maybe must be true or false"):
+        evaluate.run(coco("evaluate.allow_missing=maybe"))
+
+
+def test_exports_hold_nothing_else(coco, tmp_path) -> None:
+    (tmp_path / "flat").mkdir()
+    (tmp_path / "flat" / "000000000077.png").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"eval.export=.*flat holds 000000000077.png: name an"):
+        evaluate.run(coco(f"eval.export={tmp_path}/flat"))
+    with pytest.raises(ValueError, match=r"eval.export=.* is not a folder"):
+        evaluate.run(coco(f"eval.export={tmp_path}/flat/000000000077.png"))
+
+
+def test_features_that_are_not_finite_name_their_image(coco, monkeypatch) -> None:
+    forward = Colours.forward
+    spoilt = torch.tensor([0.0, torch.inf, torch.nan, 0.0])[:, None]
+    monkeypatch.setattr(
+        Colours, "forward", lambda self, x: forward(self, x) + spoilt[: len(x)].to(x)
+    )
+    with pytest.raises(ValueError, match=r"colours finds no finite features in .*real/0+2.png"):
+        evaluate.run(coco())
+
+
+def write_run(folder: Path, images: list[np.ndarray], ids: list[str]) -> Path:
+    """Write what a finished generate run leaves, as far as FID reads it."""
+    rows = []
+    for index, (image, prompt_id) in enumerate(zip(images, ids, strict=True)):
+        path = f"{index:05d}/samples/0000.png"
+        (folder / "images" / path).parent.mkdir(parents=True)
+        Image.fromarray(image).save(folder / "images" / path)
+        rows.append({"prompt_id": prompt_id, "prompt": None, "image_index": 0, "path": path})
+    pq.write_table(pa.Table.from_pylist(rows), folder / "images.parquet")
+    (folder / "DONE").write_text("")
+    return folder
+
+
+def test_every_run_has_a_score_of_its_own_though_its_images_are_anothers(coco, tmp_path) -> None:
+    """Lossless decoders at top-k 1 draw the same images; each must have a score to compare."""
+    ids = [f"{n:012d}" for n in range(1, COUNT + 1)]
+    runs = [write_run(tmp_path / name, noise(COUNT, seed=1), ids) for name in ("a1", "b2")]
+    scores = [scores_of(evaluate.run(coco(f"evaluate.images={run}"))) for run in runs]
+    assert scores[0]["fid"] == scores[1]["fid"]
+    assert [one["images"] for one in scores] == [str(run / "images") for run in runs]
+
+
+def test_runs_that_are_not_as_they_were_made(coco, tmp_path) -> None:
+    ids = [f"{n:012d}" for n in range(1, COUNT + 1)]
+    run = write_run(tmp_path / "run", noise(COUNT, seed=1), ids)
+    ask = f"evaluate.images={run}"
+    extra = run / "images" / "00001" / "samples" / "0001.png"
+    Image.fromarray(noise(1, seed=4)[0]).save(extra)
+    with pytest.raises(ValueError, match=r"0001.png does not belong here: images.parquet does not"):
+        evaluate.run(coco(ask))
+    extra.rename(extra.with_name("0000.png"))
+    evaluate.run(coco(ask))
+    extra.with_name("0000.png").unlink()
+    with pytest.raises(FileNotFoundError, match="1 of 6 images are missing: 00001/samples/0000"):
+        evaluate.run(coco(ask))
+    for content in (b"", b"PAR1"):
+        (run / "images.parquet").write_bytes(content)
+        with pytest.raises(ValueError, match=r"images.parquet is not the table of a generate run"):
+            evaluate.run(coco(ask))
 
 
 def test_truncated_and_foreign_files_are_one_line(coco, tmp_path) -> None:
     image = tmp_path / "images" / "000000000002.png"
     whole = image.read_bytes()
     image.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"000000000002.png is not a readable image") as caught:
+    with pytest.raises(ValueError, match=r"000000000002.png is damaged or cut short") as caught:
         evaluate.run(coco())
     assert "\n" not in str(caught.value)
     image.write_bytes(whole)
@@ -410,7 +553,7 @@ def test_truncated_and_foreign_files_are_one_line(coco, tmp_path) -> None:
         evaluate.run(coco())
     (tmp_path / "images" / "notes.txt").unlink()
     image.rename(tmp_path / "images" / "cat.png")
-    with pytest.raises(ValueError, match=r"cat, which is no image of eval\.captions"):
+    with pytest.raises(ValueError, match="of prompt cat, which coco_fid does not have"):
         evaluate.run(coco())
 
 
@@ -445,8 +588,18 @@ def test_shapes_from_a_fresh_clone(tmp_path) -> None:
     assert scores["reference"]["n"] == 24
     renders = next((tmp_path / "out" / "reference").glob("shapes-*"))
     right = tmp_path / "right"
-    write_folder(right, [np.asarray(Image.open(p)) for p in sorted(renders.glob("*-0000.png"))])
+    right.mkdir()
+    for path in renders.glob("*-0000.png"):
+        shutil.copyfile(path, right / f"{path.name[:5]}.png")
     better = scores_of(evaluate.run(configure("shapes_fid", right, tmp_path / "out", *out)))
     assert better["fid"] < scores["fid"] / 10
-    with pytest.raises(ValueError, match="images of 12 prompts, shapes_fid has 6"):
+    with pytest.raises(ValueError, match="of prompt 00006, which shapes_fid does not have"):
         evaluate.run(configure("shapes_fid", right, tmp_path / "out", "eval.per_kind=1"))
+    with pytest.raises(ValueError, match=r"images of 12 prompts, eval\.expected=6"):
+        evaluate.run(configure("shapes_fid", right, tmp_path / "out", "eval.expected=6"))
+    (right / "00003.png").unlink()
+    with pytest.raises(FileNotFoundError, match=r"1 of 12 images .* \(of prompts 00003\)"):
+        evaluate.run(configure("shapes_fid", right, tmp_path / "out", *out))
+    (images / "00003" / "metadata.jsonl").write_text('{"prompt": "a zebra"}')
+    with pytest.raises(ValueError, match=r"was made for 'a zebra', but prompt 00003 of shapes_fid"):
+        evaluate.run(configure("shapes_fid", images, tmp_path / "out", *out))

@@ -85,8 +85,14 @@ def test_overlap_with_training() -> None:
 def test_word_lists_are_checked() -> None:
     with pytest.raises(ValueError, match="needs the lists numbers, colours, spatial, style"):
         WordLists.of({"numbers": ["two"]})
-    with pytest.raises(ValueError, match=r"eval\.words must be a YAML mapping"):
-        parse_words("- two")
+    for text in ("- two", "", "{}", "[", "a: 3"):
+        with pytest.raises(ValueError, match=r"eval\.words must be a YAML mapping"):
+            parse_words(text)
+    good = {"numbers": ["two"], "colours": ["red"], "spatial": ["left of"], "style": ["8k"]}
+    WordLists.of(good)
+    for odd in ("two", [], None, [""], [" "], [2], [None]):  # an empty word is found everywhere
+        with pytest.raises(ValueError, match=r"eval\.words needs .* texts; see numbers"):
+            WordLists.of({**good, "numbers": odd})
 
 
 # --- the public files -------------------------------------------------------------------------
@@ -170,3 +176,25 @@ def test_named_corpora_beside_the_paper_and_the_training_prompts(tmp_path) -> No
         measure(tmp_path, f"eval.training={tmp_path}/none.txt")
     with pytest.raises(ValueError, match=r"eval.corpora=x must name sources"):
         measure(tmp_path, "eval.corpora=x")
+
+
+def test_blank_lines_are_no_prompts_and_windows_lines_are_lines(tmp_path) -> None:
+    (tmp_path / "g.txt").write_bytes(b"two cats\r\n\r\na red mat\r\n \r\n")
+    rows, _ = measure(tmp_path, f"eval.corpora={{a: {tmp_path}/g.txt}}")
+    assert (rows[0]["prompts"], rows[0]["median_words"], rows[0]["color_binding"]) == (2, 2.5, 1)
+    (tmp_path / "g.txt").write_bytes(b"\n \n")
+    with pytest.raises(ValueError, match=r"g\.txt holds no prompts"):
+        measure(tmp_path, f"eval.corpora={{a: {tmp_path}/g.txt}}")
+
+
+def test_the_record_holds_the_word_lists_and_nothing_else(tmp_path) -> None:
+    measure(tmp_path, "prompts=[two cats]")
+    meta = json.loads(next(tmp_path.glob("evaluate/*/*/*/meta.json")).read_text())
+    assert set(meta["identity"]["words"]["wide"]) == {"numbers", "colours", "spatial", "style"}
+
+
+def test_word_files_that_are_no_text(tmp_path) -> None:
+    (tmp_path / "words.yaml").write_bytes(b"\xff")
+    for path in (tmp_path / "words.yaml", tmp_path):
+        with pytest.raises(ValueError, match=r"eval\.words=.* is no text file"):
+            measure(tmp_path / "out", "prompts=[two cats]", f"eval.words={path}")

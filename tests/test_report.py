@@ -197,7 +197,8 @@ def test_every_kind_of_score_has_its_table(tree: Path) -> None:
         location=0.7038,
         location_debiased=0.5,
         scale=0.2453,
-        split_half_null={"location": 0.25},
+        split_half_null={"shift_debiased": 0.25},
+        trace_ar=4.0,
         prompts=3,
         images_per_prompt=4,
     )

@@ -169,7 +169,7 @@ def test_without_margin_or_shared_seeds_there_are_fewer_tests(seeds) -> None:
 
 def test_what_cannot_be_compared_over_seeds(seeds) -> None:
     ask = ("eval=compare_seeds",)
-    with pytest.raises(ValueError, match=r"eval.measure=overall is no number; there are: fid"):
+    with pytest.raises(ValueError, match=r"measure=overall is no finite number .*; there are: fid"):
         evaluate.run(composed(seeds, *ask, "eval.measure=overall"))
     with pytest.raises(ValueError, match="has scores of shapes_fid; first run"):
         evaluate.run(composed(seeds, *ask, "eval.benchmark=shapes_fid"))
@@ -177,9 +177,43 @@ def test_what_cannot_be_compared_over_seeds(seeds) -> None:
         evaluate.run(composed(seeds, *ask, "eval.confidence=95"))
     with pytest.raises(ValueError, match=r"evaluate.images does nothing with eval=compare_seeds"):
         evaluate.run(composed(seeds, *ask, "evaluate.images=x"))
+    for odd in ("x", "null", "nan", "true", "0"):
+        with pytest.raises(ValueError, match=r"eval.confidence=.* must lie between"):
+            evaluate.run(composed(seeds, *ask, f"eval.confidence={odd}"))
+    for odd in ("x", "nan", "inf", "true", "0", "-1"):
+        with pytest.raises(ValueError, match=r"eval.margin=.* must be a number above 0, or null"):
+            evaluate.run(composed(seeds, *ask, f"eval.margin={odd}"))
     write_run(seeds, "mtp", 0, 30.0)
     with pytest.raises(ValueError, match="MTP has 1 seed"):
         evaluate.run(composed(seeds, *ask))
     write_run(seeds, "mtp", 1, 30.0, n_scored=8)
     with pytest.raises(ValueError, match="that differ in n_scored cannot be compared: 8 and 9"):
         evaluate.run(composed(seeds, *ask))
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf])
+def test_a_score_that_is_not_finite_is_one_line(seeds, score) -> None:
+    write_run(seeds, "ar", 9, score)
+    with pytest.raises(ValueError, match=r"fid is no finite number in the scores of .*/ar9/images"):
+        evaluate.run(composed(seeds, "eval=compare_seeds"))
+
+
+def test_scores_over_other_images_are_not_compared(seeds) -> None:
+    write_run(seeds, "mtp", 0, 30.0, missing=["p1"])
+    with pytest.raises(ValueError, match="differ in missing cannot be compared"):
+        evaluate.run(composed(seeds, "eval=compare_seeds"))
+
+
+def test_a_run_without_a_score_is_not_left_out_silently(seeds) -> None:
+    (seeds / "evaluate" / "tiny" / "default" / "of-ssd3" / "DONE").unlink()
+    with pytest.raises(ValueError, match="1 runs have no scores of coco_fid, the first ssd3; eval"):
+        evaluate.run(composed(seeds, "eval=compare_seeds"))
+    folder = evaluate.run(composed(seeds, "eval=compare_seeds", "evaluate.allow_missing=true"))
+    scores = json.loads((folder / "scores.json").read_text())
+    assert (scores["n_expected"], scores["n_scored"], scores["missing"]) == (8, 7, ["ssd3"])
+    meta = seeds / "generate" / "tiny" / "default" / "ssd3" / "meta.json"
+    meta.write_text(meta.read_text().replace('"prompts": "p"', '"prompts": "others"'))
+    scores = json.loads(
+        (evaluate.run(composed(seeds, "eval=compare_seeds")) / "scores.json").read_text()
+    )
+    assert (scores["n_expected"], scores["missing"]) == (7, [])

@@ -8,18 +8,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from omegaconf import DictConfig
 
 from ssd_research.backbones.base import Backbone
-from ssd_research.evaluations.images import image_root, write_rows
+from ssd_research.evaluations.images import image_root, run_of, write_rows
 from ssd_research.heads import DraftHeads
 from ssd_research.metrics import acceptance
 from ssd_research.metrics.acceptance import MEASURES, Offset
 from ssd_research.metrics.likelihood import sampling_of
 from ssd_research.prompts.selection import text_hash
-from ssd_research.reporting.tables import Column, markdown
+from ssd_research.reporting.tables import Column, Table
 from ssd_research.runs import (
     heads_folder,
     load_backbone,
@@ -46,15 +47,17 @@ COLUMNS = (
 
 def run(cfg: DictConfig, images: str) -> Path:
     """Measure the heads on the codes of a generate run, AR's by rights (`eval=acceptance`)."""
-    made = image_root(images).parent
+    root = image_root(images)
+    made = root.parent
     backbone, heads, digest = load(cfg)
     sampling = sampling_of(made, backbone)
-    rows = chosen(made / "images.parquet", cfg, size=backbone.grid.size)
+    rows = chosen(made / "images.parquet", cfg, backbone)
     samples = whole_number(cfg, "evaluate.bootstrap", minimum=1)
     identity = {
         **numeric_identity(backbone),
         "metric": ["acceptance", acceptance.VERSION],
-        "images": run_id({"codes": [row["codes"] for row in rows]}),
+        "images": run_id({"prompts_and_codes": [[row["prompt"], row["codes"]] for row in rows]}),
+        "of": run_of(root),
         "heads": digest,
         "sampling": asdict(sampling),
         "bootstrap": [samples, cfg.seed],
@@ -65,6 +68,8 @@ def run(cfg: DictConfig, images: str) -> Path:
     size = whole_number(cfg, "batch_size", minimum=1)
     found = measure(backbone, heads, rows, sampling=sampling, batch_size=size)
     write_rows(per_image(rows, found), path=stage.folder / "per_image.parquet")
+    offsets = acceptance.summarise(found, samples=samples, seed=cfg.seed)
+    table = Table(f"Acceptance by offset, {len(rows)} images.", COLUMNS, offsets)
     scores = {
         "benchmark": cfg.eval.name,
         "version": acceptance.VERSION,
@@ -77,12 +82,12 @@ def run(cfg: DictConfig, images: str) -> Path:
         "missing": [],
         "higher_is_better": True,
         "seed": cfg.seed,
-        "offsets": acceptance.summarise(found, samples=samples, seed=cfg.seed),
+        "offsets": offsets,
+        "table": asdict(table),
     }
     write_atomic(stage.folder / "scores.json", json.dumps(scores, indent=2) + "\n")
-    text = markdown(COLUMNS, scores["offsets"])
-    write_atomic(stage.folder / "table.md", text)
-    log.info("acceptance by offset, %d images\n%s", len(rows), text)
+    write_atomic(stage.folder / "table.md", table.markdown())
+    log.info(table.markdown())
     return stage.finish({"images": len(rows)})
 
 
@@ -124,15 +129,28 @@ def measure(
     return found
 
 
-def chosen(table: Path, cfg: DictConfig, *, size: int) -> list[dict[str, Any]]:
+def chosen(table: Path, cfg: DictConfig, backbone: Backbone) -> list[dict[str, Any]]:
     """Return the images to measure on: `eval.limit` of them by a seeded hash, or all.
 
-    Raises ValueError if there are none, or they have another number of codes than `size`.
+    Raises ValueError if there are none, one twice, or one whose codes are none of the backbone's.
     """
     columns = ["prompt_id", "prompt", "image_index", "codes"]
-    rows = pq.read_table(table, columns=columns).to_pylist()
-    if not rows or len(rows[0]["codes"]) != size:
-        raise ValueError(f"{table} lists no image of {size} codes; use the model= that made it")
+    try:
+        rows = pq.read_table(table, columns=columns).to_pylist()
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{table} is not the table of a generate run: {error}") from error
+    size, most = backbone.grid.size, backbone.codebook_size
+    if not rows:
+        raise ValueError(f"{table} lists no images")
+    for row in rows:
+        codes = row["codes"]
+        if len(codes) != size or not 0 <= min(codes) <= max(codes) < most:
+            raise ValueError(
+                f"{table}: an image of prompt {row['prompt_id']} is not {size} codes below {most}; "
+                "use the model= that made it"
+            )
+    if len({(row["prompt_id"], row["image_index"]) for row in rows}) < len(rows):
+        raise ValueError(f"{table} lists an image twice")
     if cfg.eval.limit is None:
         return rows
     limit = whole_number(cfg, "eval.limit", minimum=1)

@@ -8,15 +8,16 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
+from ssd_research.evaluations.images import allows_missing
 from ssd_research.metrics.statistics import Difference, Summary, paired, welch
 from ssd_research.reporting.cells import Cell, find_cells
-from ssd_research.reporting.tables import Column, filled, markdown
+from ssd_research.reporting.tables import Column, Table
 from ssd_research.runs import open_run, write_atomic
 
 log = logging.getLogger(__name__)
@@ -29,8 +30,10 @@ MUST_AGREE = (
     "resize",
     "reference",
     "n_scored",
+    "missing",
     "images_per_prompt",
 )
+SAME_LAW = ("backbone", "sampling", "prompts", "images_per_prompt")  # of a generate run's identity
 COLUMNS = (
     Column("decoder", "Decoder"),
     Column("n", "Seeds"),
@@ -59,8 +62,7 @@ class Method:
 def run(cfg: DictConfig) -> Path:
     """Compare every decoder of this model and name with AR over seeds (`eval=compare_seeds`)."""
     options = cfg.eval
-    if not 0 < options.confidence < 1:
-        raise ValueError(f"eval.confidence={options.confidence} must lie between 0 and 1")
+    check(options)
     root = Path(str(cfg.output_dir)).expanduser()
     cells = find_cells(root, cfg.model.name, str(cfg.name), folders=None)
     scored = [cell for cell in cells if options.benchmark in cell.scores]
@@ -70,6 +72,8 @@ def run(cfg: DictConfig) -> Path:
             f"first run python -m ssd_research.evaluate name={cfg.name} eval={options.benchmark}"
         )
     refuse_mixture(scored, options.benchmark)
+    missing = unscored(cells, scored)
+    refuse_missing(missing, options.benchmark, allowed=allows_missing(cfg))
     methods = gather(scored, options.benchmark, str(options.measure))
     known = scored[0].scores[options.benchmark]
     rows = [
@@ -88,18 +92,54 @@ def run(cfg: DictConfig) -> Path:
         "margin": options.margin,
         "confidence": options.confidence,
         **{key: known[key] for key in MUST_AGREE if key in known and key != "version"},
+        **counts(len(scored), missing),
     }
     stage = open_run(cfg, "evaluate", {"metric": ["compare_seeds", VERSION], **facts, "rows": rows})
     if stage.done:
         return stage.folder
-    missing = [cell.folder.name for cell in cells if cell not in scored]
-    write(stage.folder, rows, {**facts, **counts(len(cells), missing), **about(cfg, known)})
+    write(stage.folder, rows, {**facts, **about(cfg, known)})
     return stage.finish({"methods": [method.title for method in methods]})
 
 
-def counts(runs: int, missing: Sequence[str]) -> dict[str, Any]:
-    """Return how many runs there are and have scores, and which have none."""
-    scored = runs - len(missing)
+def check(options: DictConfig) -> None:
+    """Raise ValueError unless the confidence and the margin are numbers in their range."""
+    confidence, margin = options.confidence, options.margin
+    if not is_number(confidence) or not 0 < confidence < 1:
+        raise ValueError(f"eval.confidence={confidence} must lie between 0 and 1")
+    if margin is not None and not (is_number(margin) and margin > 0):
+        raise ValueError(f"eval.margin={margin} must be a number above 0, or null")
+
+
+def is_number(value: Any) -> bool:
+    """Say whether a value is a finite number; true and false are none."""
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def unscored(cells: Sequence[Cell], scored: Sequence[Cell]) -> list[str]:
+    """Return the runs without scores that sample the same law for the same prompts as the others.
+
+    Runs of other prompts may share the name: their scores are of other benchmarks.
+    """
+
+    def law(cell: Cell) -> list[Any]:
+        return [cell.meta["identity"].get(key) for key in SAME_LAW]
+
+    rest = [cell for cell in cells if cell not in scored]
+    return [cell.folder.name for cell in rest if law(cell) == law(scored[0])]
+
+
+def refuse_missing(runs: Sequence[str], benchmark: str, *, allowed: bool) -> None:
+    """Raise ValueError where runs lack scores and `evaluate.allow_missing` is false."""
+    if runs and not allowed:
+        raise ValueError(
+            f"{len(runs)} runs have no scores of {benchmark}, the first {runs[0]}; "
+            "evaluate them, or compare what is there with evaluate.allow_missing=true"
+        )
+
+
+def counts(scored: int, missing: Sequence[str]) -> dict[str, Any]:
+    """Return how many runs have scores and how many should, and which have none."""
+    runs = scored + len(missing)
     return {
         "n_expected": runs,
         "n_scored": scored,
@@ -120,11 +160,12 @@ def about(cfg: DictConfig, known: Mapping[str, Any]) -> dict[str, Any]:
 
 def write(folder: Path, rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
     """Write scores.json and table.md, and log the table."""
-    text = markdown(filled(COLUMNS, rows), rows)
-    scores = json.dumps({**facts, "methods": list(rows)}, indent=2)
+    caption = f"{facts['measure']} of {facts['of']} over seeds."
+    table = Table.of(caption, COLUMNS, rows)
+    scores = json.dumps({**facts, "methods": list(rows), "table": asdict(table)}, indent=2)
     write_atomic(folder / "scores.json", scores + "\n")
-    write_atomic(folder / "table.md", text)
-    log.info("%s %s over seeds\n%s", facts["of"], facts["measure"], text)
+    write_atomic(folder / "table.md", table.markdown())
+    log.info(table.markdown())
 
 
 def refuse_mixture(cells: Sequence[Cell], benchmark: str) -> None:
@@ -136,7 +177,7 @@ def refuse_mixture(cells: Sequence[Cell], benchmark: str) -> None:
                 f"scores of {benchmark} that differ in {key} cannot be compared: "
                 f"{' and '.join(sorted(found)[:2])}; give the runs another name="
             )
-    for key in ("backbone", "sampling", "prompts", "images_per_prompt"):
+    for key in SAME_LAW:
         found = {json.dumps(cell.meta["identity"].get(key), sort_keys=True) for cell in cells}
         if len(found) > 1:
             raise ValueError(
@@ -173,9 +214,12 @@ def pick(scores: Mapping[str, Any], measure: str) -> float:
     value: Any = scores
     for key in measure.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        numbers = [k for k, v in scores.items() if type(v) in (int, float)]
-        raise ValueError(f"eval.measure={measure} is no number; there are: {', '.join(numbers)}")
+    if not is_number(value):
+        numbers = [key for key, number in scores.items() if is_number(number)]
+        raise ValueError(
+            f"eval.measure={measure} is no finite number in the scores of {scores.get('images')}; "
+            f"there are: {', '.join(numbers)}"
+        )
     return float(value)
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,10 +14,10 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
-from ssd_research.evaluations.images import image_root, write_rows
+from ssd_research.evaluations.images import image_root, run_of, write_rows
 from ssd_research.metrics import deviation, fid
 from ssd_research.metrics.judges.features import FeatureExtractor
-from ssd_research.metrics.picture_folder import Picture, list_hash, read_pictures
+from ssd_research.metrics.picture_folder import Picture, list_hash, read_pictures, refuse_odd_sizes
 from ssd_research.runs import open_run, resolve_device, whole_number, write_atomic
 
 log = logging.getLogger(__name__)
@@ -29,14 +30,16 @@ def run(cfg: DictConfig, images: str) -> Path:
             "eval.baseline is null; name AR's generate run of the same prompts and "
             "images_per_prompt: eval.baseline=<run folder> evaluate.images=<run folder>"
         )
-    roots = [image_root(str(cfg.eval.baseline)), image_root(images)]
+    roots = [image_root(str(cfg.eval.baseline), option="eval.baseline"), image_root(images)]
     sides = aligned([read_pictures(root) for root in roots])
+    refuse_odd_sizes([picture for side in sides for picture in side])
     extractor: FeatureExtractor = hydra.utils.instantiate(
         cfg.eval.extractor, device=resolve_device(cfg.runtime.device)
     )
     facts = settings(cfg, extractor, shared=shared_seeds(cfg, roots))
     hashes = [list_hash(side) for side in sides]
-    identity = {"metric": ["deviation", deviation.VERSION], "images": hashes, **facts}
+    of = [run_of(root) for root in roots]
+    identity = {"metric": ["deviation", deviation.VERSION], "images": hashes, "of": of, **facts}
     stage = open_run(cfg, "evaluate", identity)
     if stage.done:
         return stage.folder
@@ -69,6 +72,8 @@ def run(cfg: DictConfig, images: str) -> Path:
 
 def settings(cfg: DictConfig, extractor: FeatureExtractor, *, shared: bool) -> dict[str, Any]:
     """Return what besides the images can change the figures."""
+    if not isinstance(cfg.eval.normalize, bool):
+        raise ValueError(f"eval.normalize={cfg.eval.normalize} must be true or false")
     return {
         "judge": f"{extractor.name} {extractor.revision}",
         "resize": extractor.resize,
@@ -93,25 +98,38 @@ def aligned(sides: Sequence[Sequence[Picture]]) -> list[list[Picture]]:
             f"{odd[1]} of prompt {odd[0]} is in one of them only"
         )
     keys = sorted(tables[0])
-    prompts = {prompt_id for prompt_id, _ in keys}
-    if len(keys) % len(prompts) or len(keys) == len(prompts):
+    each = Counter(prompt_id for prompt_id, _ in keys)
+    if len(set(each.values())) > 1 or len(keys) == len(each):
         raise ValueError(
-            f"{len(keys)} images of {len(prompts)} prompts: every prompt needs the same number, "
+            f"{len(keys)} images of {len(each)} prompts: every prompt needs the same number, "
             "at least 2; generate with images_per_prompt=10"
         )
-    return [[table[key] for key in keys] for table in tables]
+    ordered = [[table[key] for key in keys] for table in tables]
+    for one, other in zip(*ordered, strict=True):
+        if None not in (one.prompt, other.prompt) and one.prompt != other.prompt:
+            raise ValueError(
+                f"eval.baseline and evaluate.images must be of the same prompts: {one.prompt_id} "
+                f"is {one.prompt!r} in one and {other.prompt!r} in the other"
+            )
+    return ordered
 
 
 def shared_seeds(cfg: DictConfig, roots: Sequence[Path]) -> bool:
     """Return whether image n of both sides met the same noise; null reads the runs' own seeds."""
-    if cfg.eval.shared_seeds is not None:
-        return bool(cfg.eval.shared_seeds)
+    given = cfg.eval.shared_seeds
+    if given is not None:
+        if not isinstance(given, bool):
+            raise ValueError(f"eval.shared_seeds={given} must be true, false or null")
+        return given
     seeds = []
     for root in roots:
-        meta = root.parent / "meta.json"
-        if not meta.is_file():
-            raise ValueError(f"{root} does not say its seed; set eval.shared_seeds=true or false")
-        seeds.append(json.loads(meta.read_text(encoding="utf-8"))["identity"]["seed"])
+        try:
+            meta = json.loads((root.parent / "meta.json").read_text(encoding="utf-8"))
+            seeds.append(meta["identity"]["seed"])
+        except (FileNotFoundError, ValueError, KeyError) as error:
+            raise ValueError(
+                f"{root} does not say its seed; set eval.shared_seeds=true or false"
+            ) from error
     return seeds[0] == seeds[1]
 
 
@@ -164,6 +182,6 @@ def write_per_prompt(pictures: Sequence[Picture], rows: np.ndarray, *, path: Pat
 def _say(scores: dict[str, Any]) -> None:
     log.info(
         "deviation: centre shift %(location).2f AR s.d. (debiased %(location_debiased).2f), "
-        "spread %(scale)+.0%%",
+        "spread %(scale)+.0f %%",
         {**scores, "scale": 100 * scores["scale"]},
     )

@@ -8,7 +8,7 @@ import json
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,20 @@ import torch
 from omegaconf import DictConfig
 
 from ssd_research.evaluations.fid_reference import load_reference
-from ssd_research.evaluations.images import image_root, refuse_short_run, write_rows
+from ssd_research.evaluations.images import allows_missing, image_root, run_of, write_rows
 from ssd_research.metrics import fid
 from ssd_research.metrics.fid import Reference
 from ssd_research.metrics.frechet import fit, frechet_distance
 from ssd_research.metrics.judges.features import FeatureExtractor
-from ssd_research.metrics.picture_folder import Picture, export_by_image_id, read_pictures
+from ssd_research.metrics.picture_folder import (
+    Picture,
+    export_by_image_id,
+    read_pictures,
+    refuse_odd_sizes,
+)
 from ssd_research.paths import resolve_path
-from ssd_research.prompts.coco import Caption, read_captions
+from ssd_research.prompts import load_prompts
+from ssd_research.prompts.coco import read_captions
 from ssd_research.runs import open_run, resolve_device, run_id, whole_number, write_atomic
 
 log = logging.getLogger(__name__)
@@ -35,7 +41,7 @@ log = logging.getLogger(__name__)
 class Coverage:
     """How many images a benchmark has, how many are there, and the prompts that lack some.
 
-    Only prompts whose ids are known can be named.
+    With `eval.expected` alone the ids of prompts without any image are unknown and not among them.
     """
 
     n_expected: int
@@ -46,18 +52,19 @@ class Coverage:
 def run(cfg: DictConfig, images: str) -> Path:
     """Score a folder of images by FID (`eval=coco_fid`, `eval=shapes_fid`)."""
     size = whole_number(cfg, "eval.batch_size", minimum=1)
-    root = image_root(images)
+    root, allowed = image_root(images), allows_missing(cfg)
     pictures = read_pictures(root)
-    refuse_short_run(root, len(pictures))
     covered = coverage(cfg, pictures)
-    refuse_missing(root, covered, allowed=cfg.evaluate.allow_missing)
+    refuse_missing(root, covered, allowed=allowed)
+    refuse_odd_sizes(pictures)
     if cfg.eval.export is not None:
         export_by_image_id(pictures, Path(str(cfg.eval.export)).expanduser())
     extractor: FeatureExtractor = hydra.utils.instantiate(
         cfg.eval.extractor, device=resolve_device(cfg.runtime.device)
     )
     reference = load_reference(cfg, extractor)
-    stage = open_run(cfg, "evaluate", identity(cfg, pictures, covered, reference))
+    facts = identity(cfg, pictures, covered, reference)
+    stage = open_run(cfg, "evaluate", {**facts, "of": run_of(root)})
     if stage.done:
         return stage.folder
     store = stage.folder / "features"
@@ -94,46 +101,60 @@ def identity(
         "metric": ["fid", fid.VERSION],
         "images": run_id({f"{p.prompt_id} {p.image_index}": p.sha256 for p in pictures}),
         "reference": {**asdict(reference.provenance), "n": reference.gaussian.count},
-        "expected": covered.n_expected,
+        "due": asdict(covered),
     }
 
 
 def coverage(cfg: DictConfig, pictures: Sequence[Picture]) -> Coverage:
-    """Return which images the benchmark has.
+    """Return which images the benchmark has; each prompt should have as many as the best of them.
 
-    Its prompts are those of `eval.captions`, else as many as `eval.expected` says, else six kinds
-    of `eval.per_kind`; each should have as many images as the best of them. Raises ValueError if
-    an image was made for another prompt, or there are too many prompts.
+    Raises ValueError if an image was made for another prompt, or there are too many prompts.
     """
     have = Counter(picture.prompt_id for picture in pictures)
-    each, wanted = max(have.values()), sorted(have)
-    if cfg.eval.captions is not None:
-        file, seed = resolve_path(str(cfg.eval.captions)), cfg.selection.caption_seed
-        captions = read_captions(file, seed=seed)
-        _refuse_strangers(captions, pictures)
-        wanted = [caption.id for caption in captions]
-        prompts = len(wanted)
+    each, known = max(have.values()), known_prompts(cfg)
+    if known is None:
+        expected = whole_number(cfg, "eval.expected", minimum=1)
+        if len(have) > expected:
+            raise ValueError(f"there are images of {len(have)} prompts, eval.expected={expected}")
     else:
-        prompts = 6 * cfg.eval.per_kind if cfg.eval.expected is None else cfg.eval.expected
-    if len(have) > prompts:
-        raise ValueError(f"there are images of {len(have)} prompts, {cfg.eval.name} has {prompts}")
-    missing = [prompt_id for prompt_id in wanted if have[prompt_id] < each]
-    return Coverage(each * prompts, len(pictures), missing)
+        expected = len(known)
+        _refuse_strangers(known, pictures, benchmark=cfg.eval.name)
+    missing = [prompt_id for prompt_id in known or sorted(have) if have[prompt_id] < each]
+    return Coverage(each * expected, len(pictures), missing)
 
 
-def _refuse_strangers(captions: Sequence[Caption], pictures: Sequence[Picture]) -> None:
-    """Raise ValueError for a picture of no listed image, or of another caption of it."""
-    known = {caption.id: caption.caption for caption in captions}
+def known_prompts(cfg: DictConfig) -> dict[str, str] | None:
+    """Return the benchmark's prompts by id, None where `eval.expected` only counts them.
+
+    They are those of `eval.captions`, else six kinds of `eval.per_kind` in the shapes world.
+    """
+    seed = cfg.selection.caption_seed
+    if cfg.eval.captions is not None:
+        path = resolve_path(str(cfg.eval.captions))
+        return {caption.id: caption.caption for caption in read_captions(path, seed=seed)}
+    if seed is not None:
+        raise ValueError(f"selection.caption_seed={seed} does nothing without eval.captions")
+    if "per_kind" not in cfg.eval or cfg.eval.expected is not None:
+        return None
+    per_kind = whole_number(cfg, "eval.per_kind", minimum=1)
+    prompts = load_prompts("shapes_geneval", {"per_kind": per_kind})
+    return {prompt.id: prompt.text for prompt in prompts}
+
+
+def _refuse_strangers(
+    known: Mapping[str, str], pictures: Sequence[Picture], *, benchmark: str
+) -> None:
+    """Raise ValueError for a picture of no prompt of the benchmark, or made for other words."""
     for picture in pictures:
         if picture.prompt_id not in known:
             raise ValueError(
-                f"{picture.name} is named {picture.prompt_id}, which is no image of eval.captions; "
-                "names are <image id, 12 digits>.png"
+                f"{picture.file} is of prompt {picture.prompt_id}, which {benchmark} does not "
+                f"have; its own are {next(iter(known))}, ..."
             )
         if picture.prompt not in (None, known[picture.prompt_id]):
             raise ValueError(
-                f"{picture.name} was made for {picture.prompt!r}, but eval.captions with this "
-                f"selection.caption_seed has {known[picture.prompt_id]!r}"
+                f"{picture.file} was made for {picture.prompt!r}, but prompt {picture.prompt_id} "
+                f"of {benchmark} is {known[picture.prompt_id]!r}"
             )
 
 

@@ -30,10 +30,15 @@ def load_reference(cfg: DictConfig, extractor: FeatureExtractor) -> Reference:
     Without `statistics` they lie under `output_dir/reference`, named by what they are made of.
 
     Raises:
-        ValueError: if the statistics were made differently, or nothing names any.
+        ValueError: if the statistics were made differently, or nothing or too much names any.
         FileNotFoundError: if they are absent and so are the images.
     """
     options = cfg.eval.reference
+    if options.render is not None and options.images is not None:
+        raise ValueError(
+            "eval.reference.images and eval.reference.render both say what the reference images "
+            "are; with a folder of them add eval.reference.render=null"
+        )
     place = Path(str(cfg.output_dir)).expanduser() / "reference"
     path = None if options.statistics is None else Path(str(options.statistics)).expanduser()
     if options.render is None and options.images is None:

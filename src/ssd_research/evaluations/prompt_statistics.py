@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ssd_research.paths import resolve_path
 from ssd_research.prompts import Selection, load_prompts
 from ssd_research.prompts.selection import plain
 from ssd_research.prompts.sources import GENERATED, read_source
-from ssd_research.reporting.tables import Column, filled, markdown
+from ssd_research.reporting.tables import Column, Table
 from ssd_research.runs import open_run, run_id, write_atomic
 
 log = logging.getLogger(__name__)
@@ -45,12 +46,13 @@ def run(cfg: DictConfig) -> Path:
         "metric": ["prompt_statistics", metric.VERSION],
         "corpora": {name: run_id({"texts": texts}) for name, texts in corpora.items()},
         "training": None if training is None else run_id({"texts": training}),
-        "words": {name: vars(words) for name, words in lists.items()},
+        "words": {name: asdict(words) for name, words in lists.items()},
     }
     stage = open_run(cfg, "evaluate", identity)
     if stage.done:
         return stage.folder
     rows = measure(corpora, lists, training)
+    table = Table.of("What prompts are like.", COLUMNS, [*rows, *of_the_paper(corpora)])
     scores = {
         "benchmark": cfg.eval.name,
         "version": metric.VERSION,
@@ -61,12 +63,11 @@ def run(cfg: DictConfig) -> Path:
         "higher_is_better": None,
         "seed": cfg.seed,
         "corpora": rows,
+        "table": asdict(table),
     }
     write_atomic(stage.folder / "scores.json", json.dumps(scores, indent=2) + "\n")
-    printed = [*rows, *of_the_paper(corpora)]
-    text = markdown(filled(COLUMNS, printed), printed)
-    write_atomic(stage.folder / "table.md", text)
-    log.info("prompt statistics\n%s", text)
+    write_atomic(stage.folder / "table.md", table.markdown())
+    log.info(table.markdown())
     return stage.finish({"corpora": {name: len(texts) for name, texts in corpora.items()}})
 
 
@@ -81,11 +82,14 @@ def read_corpora(cfg: DictConfig) -> dict[str, list[str]]:
 
 
 def read_texts(source: Any, cfg: DictConfig) -> list[str]:
-    """Return every prompt of a source, neither cleaned nor selected, which would change counts."""
+    """Return every prompt of a source, neither cleaned nor selected, which would change counts.
+
+    Blank lines are no prompts; ValueError where there is nothing else.
+    """
     if source in GENERATED:
         return [prompt.text for prompt in load_prompts(source, cfg.selection)]
     rows, _ = read_source(source, Selection.of(cfg.selection))
-    texts = [row.text for row in rows]
+    texts = [row.text for row in rows if row.text.strip()]
     if not texts:
         raise ValueError(f"{source} holds no prompts")
     return texts
@@ -95,7 +99,11 @@ def read_words(cfg: DictConfig) -> dict[str, WordLists]:
     """Return the word lists of `eval.words` or the shipped ones."""
     if cfg.eval.words is None:
         return metric.shipped_words()
-    return metric.parse_words(resolve_path(str(cfg.eval.words)).read_text(encoding="utf-8"))
+    path = resolve_path(str(cfg.eval.words))
+    try:
+        return metric.parse_words(path.read_text(encoding="utf-8-sig"))
+    except (IsADirectoryError, UnicodeDecodeError) as error:
+        raise ValueError(f"eval.words={path} is no text file: {error}") from error
 
 
 def measure(

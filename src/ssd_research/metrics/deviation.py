@@ -28,6 +28,13 @@ class Deviation:
     trace_decoder: float
     noise: float
 
+    def __post_init__(self) -> None:
+        if not self.trace_ar > 0:
+            raise ValueError(
+                "AR's images of a prompt are all alike, so there is no spread to measure by; "
+                "generate them with sampling.top_k above 1"
+            )
+
     @property
     def location(self) -> float:
         """The plug-in shift in AR's conditional standard deviations (Table 11's 0.70)."""

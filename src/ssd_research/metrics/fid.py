@@ -85,11 +85,7 @@ def read_reference(path: Path, wanted: Provenance) -> Reference:
     clean-fid's own do not), or was made differently.
     """
     option = f"eval.reference.statistics={path}"
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            content = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{option} is not a whole .npz file: {error}") from error
+    content = _arrays(path, option)
     needed = [*ARRAYS, *asdict(wanted)]
     lacking = [name for name in needed if name not in content]
     if lacking:
@@ -100,6 +96,15 @@ def read_reference(path: Path, wanted: Provenance) -> Reference:
     made = Provenance(**{name: str(content[name]) for name in asdict(wanted)})
     _refuse_difference(made, wanted, option)
     return Reference(_gaussian(content, option), made)
+
+
+def _arrays(path: Path, option: str) -> dict[str, np.ndarray]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    # A .npy file is read as an array, which is no context: TypeError.
+    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{option} is not a whole .npz file: {error}") from error
 
 
 def _refuse_difference(made: Provenance, wanted: Provenance, option: str) -> None:
@@ -116,15 +121,27 @@ def _refuse_difference(made: Provenance, wanted: Provenance, option: str) -> Non
 
 
 def _gaussian(content: dict[str, np.ndarray], option: str) -> Gaussian:
-    mean, covariance = (torch.from_numpy(content[name]).double() for name in ("mu", "sigma"))
-    count = int(content["n"])
-    fits = mean.ndim == 1 and covariance.shape == (len(mean), len(mean)) and count > 1
-    if not fits or not bool(mean.isfinite().all() and covariance.isfinite().all()):
+    mean, covariance, count = (content[name] for name in ARRAYS)
+    if not _is_gaussian(mean, covariance, count):
         raise ValueError(
             f"{option}: mu {list(mean.shape)}, sigma {list(covariance.shape)} and n={count} "
             "are not the finite mean and covariance of at least 2 images"
         )
-    return Gaussian(mean, covariance, count)
+    mu, sigma = (torch.from_numpy(array.astype(np.float64)) for array in (mean, covariance))
+    return Gaussian(mu, sigma, int(count))
+
+
+def _is_gaussian(mean: np.ndarray, covariance: np.ndarray, count: np.ndarray) -> bool:
+    """Say whether three arrays are a mean, a covariance matrix and a number of images."""
+    kinds = (mean.dtype.kind, covariance.dtype.kind, count.dtype.kind)
+    if kinds[:2] != ("f", "f") or kinds[2] not in "iu" or count.ndim or count < 2:
+        return False
+    if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
+        return False
+    finite = np.isfinite(mean).all() and np.isfinite(covariance).all()
+    return bool(
+        finite and np.allclose(covariance, covariance.T) and (covariance.diagonal() >= 0).all()
+    )
 
 
 def extract(
@@ -138,7 +155,8 @@ def extract(
     """Yield the features of pictures batch by batch, keeping each batch in the folder `store`.
 
     A batch that an interrupted evaluation left there is read instead, so `store` must belong to
-    these pictures and this extractor. Raises ValueError for an unreadable picture.
+    these pictures and this extractor. Raises ValueError for a picture that cannot be read or has no
+    finite features.
     """
     store.mkdir(parents=True, exist_ok=True)
     change = PREPROCESS[preprocess]
@@ -148,8 +166,17 @@ def extract(
             batch = pictures[start : start + batch_size]
             prepared = [extractor.prepare(change(picture.read())) for picture in batch]
             features = extractor(torch.stack(prepared)).float().cpu().numpy()
+            _refuse_unfit(features, batch, extractor)
             part = store / ".part"
             with part.open("wb") as file:
                 np.save(file, features)
             part.replace(path)
         yield torch.from_numpy(np.load(path))
+
+
+def _refuse_unfit(
+    features: Float[np.ndarray, "b d"], batch: Sequence[Picture], extractor: FeatureExtractor
+) -> None:
+    for picture, finite in zip(batch, np.isfinite(features).all(1), strict=True):
+        if not finite:
+            raise ValueError(f"{extractor.name} finds no finite features in {picture.file}")

@@ -59,7 +59,7 @@ def sampling_of(run: Path, backbone: Backbone) -> Sampling:
     """
     if not (run / "meta.json").is_file() or not (run / "images.parquet").is_file():
         raise ValueError(
-            f"{run} is not a finished generate run; eval=likelihood reads the codes of one: "
+            f"{run} is not a finished generate run, whose codes this evaluation reads: "
             "evaluate.images=<run folder>"
         )
     identity = json.loads((run / "meta.json").read_text(encoding="utf-8"))["identity"]

@@ -29,12 +29,14 @@ class WordLists:
     style: tuple[str, ...]
 
     @classmethod
-    def of(cls, lists: Mapping[str, Sequence[str]]) -> "WordLists":
-        """Build from a mapping; ValueError names a list that is missing, unknown or empty."""
+    def of(cls, lists: Mapping[str, Any]) -> "WordLists":
+        """Build from a mapping; ValueError names a list that is missing, unknown, empty or odd."""
         names = ("numbers", "colours", "spatial", "style")
-        odd = sorted(set(names) ^ set(lists)) or [name for name in names if not lists[name]]
+        odd = sorted(set(names) ^ set(lists)) or [n for n in names if not _is_list(lists[n])]
         if odd:
-            raise ValueError(f"eval.words needs the lists {', '.join(names)}; see {odd[0]}")
+            raise ValueError(
+                f"eval.words needs the lists {', '.join(names)} of one or more texts; see {odd[0]}"
+            )
         return cls(**{name: tuple(word.lower() for word in lists[name]) for name in names})
 
     @cached_property
@@ -58,6 +60,15 @@ class WordLists:
         return re.compile(rf"\b(?:{_any(self.style)})\b")
 
 
+def _is_list(words: Any) -> bool:
+    """Say whether `words` are texts, one or more; an empty one would be found everywhere."""
+    return (
+        isinstance(words, list)
+        and bool(words)
+        and all(isinstance(word, str) and word.strip() for word in words)
+    )
+
+
 def _any(phrases: Iterable[str]) -> str:
     """Return an alternation that tries longer phrases first and takes any white space."""
     longest_first = sorted(phrases, key=len, reverse=True)
@@ -74,6 +85,8 @@ def parse_words(text: str) -> dict[str, WordLists]:
     """Return the word lists of a YAML text, by name; ValueError where it holds something else."""
     try:
         content = yaml.safe_load(text)
+        if not content:
+            raise TypeError("it is empty")
         return {str(name): WordLists.of(lists) for name, lists in content.items()}
     except (yaml.YAMLError, AttributeError, TypeError) as error:
         raise ValueError(

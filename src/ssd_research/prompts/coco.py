@@ -5,6 +5,7 @@ Here it is the one of the lowest annotation id, or one at random that depends on
 and the image. The image of a prompt is named `<image id, 12 digits>.png`, as COCO's own are.
 """
 
+import codecs
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ def is_caption_file(path: Path) -> bool:
     if path.suffix != ".json" or not path.is_file():
         return False
     with path.open("rb") as file:
-        if not file.read(64).lstrip().startswith(b"{"):
+        if not file.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
             return False
     try:
         return "annotations" in json.loads(path.read_bytes())
@@ -53,21 +54,23 @@ def read_captions(path: Path, *, seed: int | None = None) -> list[Caption]:
     It is the caption of the lowest annotation id, or with a seed one at random. Raises ValueError
     where the file is not in COCO's format or an image has no caption.
     """
-    content = json.loads(path.read_text(encoding="utf-8"))
     by_image: dict[int, list[Caption]] = {}
     try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
         for image in content["images"]:
             by_image[int(image["id"])] = []
         for entry in content["annotations"]:
             text = " ".join(entry["caption"].split())
-            by_image[int(entry["image_id"])].append(
-                Caption(int(entry["image_id"]), int(entry["id"]), text)
-            )
-    except (KeyError, TypeError, ValueError) as error:
+            captions = by_image[int(entry["image_id"])]
+            if text:
+                captions.append(Caption(int(entry["image_id"]), int(entry["id"]), text))
+    except (AttributeError, KeyError, TypeError, ValueError, IsADirectoryError) as error:
         raise ValueError(
             f"{path} is not a COCO caption file: images need id, annotations id, image_id of one "
             f"of them, and caption (found {error!r})"
         ) from error
+    if not by_image:
+        raise ValueError(f"{path} lists no images")
     silent = [image for image, captions in by_image.items() if not captions]
     if silent:
         raise ValueError(f"{path}: {len(silent)} images have no caption, the first {silent[0]}")

@@ -4,6 +4,7 @@ Scores of different judges are never put in one column: a table keeps AR's judge
 another one scored prints `n/a` and who it was.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,12 +67,12 @@ def _fid(scores: Scores) -> dict[str, Any]:
 
 
 def _deviation(scores: Scores) -> dict[str, Any]:
-    null = scores["split_half_null"] or {}
+    null = scores["split_half_null"]
     return {
         "location": scores["location"],
         "location_ci": scores.get("location_ci95"),
         "location_debiased": scores["location_debiased"],
-        "location_null": null.get("location"),
+        "location_null": null and math.sqrt(max(null["shift_debiased"], 0) / scores["trace_ar"]),
         "spread": _percent(scores["scale"]),
         "deviation_run": scores["run_id"],
     }
@@ -131,7 +132,7 @@ QUALITIES = (
         (
             Column("location", "Centre shift (AR's s.d.)"),
             Column("location_debiased", "Debiased"),
-            Column("location_null", "AR against itself"),
+            Column("location_null", "AR against itself, debiased"),
             Column("spread", "Spread − AR's", digits=1, suffix=" %", signed=True),
         ),
         _deviation,
