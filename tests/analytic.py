@@ -15,7 +15,10 @@ from ssd_research.sampling import Sampling
 
 
 class AnalyticBackbone(Backbone):
-    """h_pre(y, x) = [y, x, unconditional, last code seen, 1, 0 ...]; predicts code y * cols + x."""
+    """h_pre(y, x) = [y, x, unconditional, last code seen, 1, 0 ...]; predicts code y * cols + x.
+
+    The final norm doubles: what is taken for h_post but is not stands for another code.
+    """
 
     name = "analytic"
     device = torch.device("cpu")
@@ -34,14 +37,23 @@ class AnalyticBackbone(Backbone):
         self.codebook_size = grid.size
 
     def embed(self, codes: Tensor) -> Tensor:
-        """Return [code, 0 ...]."""
+        """Return [code, 1, 0 ...]."""
         e = torch.zeros(*codes.shape, self.hidden_size)
-        e[..., 0] = codes
+        e[..., 0], e[..., 1] = codes, 1
         return e
 
-    def logits(self, h_pre: Tensor, guidance: float) -> Tensor:
+    @property
+    def code_embeddings(self) -> Tensor:
+        """Return the embeddings of all codes."""
+        return self.embed(torch.arange(self.codebook_size))
+
+    def normalise(self, h_pre: Tensor) -> Tensor:
+        """Double the states."""
+        return 2 * h_pre
+
+    def image_head(self, h_post: Tensor) -> Tensor:
         """Prefer the code y * cols + x of the state's own place."""
-        place = h_pre[..., 0] * self.grid.cols + h_pre[..., 1]
+        place = (h_post[..., 0] * self.grid.cols + h_post[..., 1]) / 2
         return -(torch.arange(self.codebook_size) - place[..., None]).square()
 
     def hidden_states(

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from ssd_research import benchmark
-from ssd_research.backbones.state import Generation
+from ssd_research.backbones.meter import Generation, Work
 from ssd_research.decoders.autoregressive import Autoregressive
 from ssd_research.decoders.spatial import SpatiallySpeculative
 from ssd_research.paths import conf_dir
@@ -25,7 +25,13 @@ PROMPTS = [Prompt("a", "a red circle"), Prompt("b", "two blue squares")]
 def generation(seconds: float, *, nfe: int = 4, batch: int = 2, rounds=()) -> Generation:
     codes = torch.zeros(batch, 9, dtype=torch.long)
     return Generation(
-        codes, [nfe] * batch, [9] * batch, {"prefill": 0.25, "total": seconds}, list(rounds), 0
+        codes,
+        [nfe] * batch,
+        [9] * batch,
+        {"prefill": 0.25, "total": seconds},
+        list(rounds),
+        Work(2, [4] * batch, [0] * batch, {}, [0] * batch),
+        0,
     )
 
 

@@ -306,6 +306,35 @@ def test_an_unfinished_run_is_refused_by_name(tree: Path) -> None:
     assert list(read_csv(report.run(configured(tree)))) == ["AR", "SSD v=2, b=5, i=4"]
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("meta.json", ""),
+        ("meta.json", "{}"),
+        ("config.yaml", "a: ["),
+        ("config.yaml", ""),
+        ("images.parquet", "PAR1"),
+        ("scores.json", "{"),
+        ("scores.json", "[]"),
+    ],
+)
+def test_a_broken_file_of_a_run_is_named(tree: Path, file: str, content: str) -> None:
+    place = next(tree.glob(f"*/tiny/fake/*bbb*/{file}"))
+    place.write_text(content)
+    with pytest.raises(ValueError, match=rf"{file} .*make this run again"):
+        report.run(configured(tree))
+
+
+def test_a_scale_without_a_table_is_refused(tree: Path) -> None:
+    with pytest.raises(ValueError, match="scale= does nothing without experiment="):
+        report.run(configured(tree, "scale=tiny"))
+
+
+def test_a_page_shows_the_papers_number_below_ours() -> None:
+    ours, theirs, alone = (tables.Column(k, k) for k in ("a", "paper_a", "paper_b"))
+    assert page.stacked([ours, theirs, alone]) == [(ours, theirs), (alone, None)]
+
+
 def test_listed_runs_only(tree: Path) -> None:
     place = tree / "generate" / "tiny" / "fake" / "bbb"
     assert list(read_csv(report.run(configured(tree, generate=[str(place)])))) == ["SSD r=2"]

@@ -22,6 +22,9 @@ from ssd_research.paths import conf_dir
 relaxed = settings(deadline=None, max_examples=50)  # machines under load are slow, not wrong
 VALUES = st.lists(st.floats(-50, 50).map(lambda x: round(x, 3)), min_size=2, max_size=8)
 
+# What meta.json of every run says of how it was made.
+MADE = {"device": "cpu", "versions": {}, "git_sha": None, "started": "2026-11-30"}
+
 
 def test_table_9_is_welchs_test_on_sample_deviations() -> None:
     ar, ssd = paper.table(9)
@@ -120,7 +123,7 @@ def write_run(root: Path, decoder: str, seed: int, score: float, **other: Any) -
     (made / "config.yaml").write_text(written(decoder))
     identity = {"backbone": "b", "sampling": {}, "seed": seed, "prompts": "p"}
     identity |= {"images_per_prompt": 1, "decoder": {}}
-    (made / "meta.json").write_text(json.dumps({"identity": identity}))
+    (made / "meta.json").write_text(json.dumps({"identity": identity, **MADE}))
     pq.write_table(pa.table({"nfe": [1], "codes": [[0]]}), made / "images.parquet")
     scores = {"benchmark": "coco_fid", "fid": score, "higher_is_better": False}
     scores |= {"judge": "j", "n_scored": 9, "images": str(made / "images"), **other}

@@ -38,6 +38,9 @@ PROMPTS = [f"{number} <b>red</b> circles & a 'cross'" for number in range(6)]
 TABLE_10 = (23, 24, 26, 27, 29, 30, 33)  # of 50 pairs each: 192 of 350, sd 7.0
 needs_browser = pytest.mark.skipif(chromium.PROGRAM is None, reason="chromium is not installed")
 
+# What meta.json of every run says of how it was made.
+MADE = {"device": "cpu", "versions": {}, "git_sha": None, "started": "2026-11-30"}
+
 
 @cache
 def composed(*overrides: str) -> DictConfig:
@@ -83,7 +86,7 @@ def generate(
     pq.write_table(pa.Table.from_pylist(rows), place / "images.parquet")
     (place / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
     identity = {"seed": seed, "prompts": prompts, "images_per_prompt": 1}
-    (place / "meta.json").write_text(json.dumps({"identity": identity}))
+    (place / "meta.json").write_text(json.dumps({"identity": identity, **MADE}))
     (place / "DONE").touch()
     return place
 

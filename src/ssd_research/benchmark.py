@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 
 from ssd_research.backbones.base import Backbone
-from ssd_research.backbones.state import Generation
+from ssd_research.backbones.meter import Generation
 from ssd_research.decoders.base import Decoder
 from ssd_research.decoders.noise import sample_key
 from ssd_research.image_rows import acceptance_rate
@@ -31,6 +31,7 @@ from ssd_research.provenance import device_name, git_sha
 from ssd_research.reporting.readme import publish
 from ssd_research.reporting.tables import Column, filled, markdown
 from ssd_research.runs import (
+    heads_digest,
     load_backbone,
     load_heads,
     numeric_identity,
@@ -110,7 +111,7 @@ def run(cfg: DictConfig) -> Path:
         "git_sha": git_sha(),
         "benchmark": {k: _plain(v) for k, v in cfg.benchmark.items() if k != "readme"},
         "decoders": [decoder.settings(backbone.grid) for decoder in decoders],
-        "heads": str(cfg.heads.path),
+        "heads": heads_digest(cfg) if heads else None,
         "prompts": [prompt.id for prompt in prompts],
         "sampling": vars(bench.sampling),
         "seed": bench.seed,

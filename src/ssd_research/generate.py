@@ -4,7 +4,6 @@ Every image's noise is keyed by its prompt and index, so an interruption changes
 batch size none beyond rounding, and two decoders with one seed meet the same noise.
 """
 
-import hashlib
 import io
 import json
 import logging
@@ -34,8 +33,10 @@ from ssd_research.image_rows import (
     rows_of,
     write_part,
 )
+from ssd_research.metrics.compute import HeadSizes
 from ssd_research.prompts import Prompt, select_prompts
 from ssd_research.runs import (
+    heads_digest,
     heads_folder,
     load_backbone,
     load_heads,
@@ -61,6 +62,12 @@ class Painter:
     heads: Drafter | None
     sampling: Sampling
     seed: int
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """What compute and memory follow from, of the backbone and of what drafts."""
+        drafting = HeadSizes.of(self.heads)
+        return {"backbone": asdict(self.backbone.dimensions), "heads": asdict(drafting)}
 
     def paint(self, batch: Sequence[Task], folder: Path) -> None:
         """Decode a batch, write its pictures, then its rows."""
@@ -102,7 +109,7 @@ def run(cfg: DictConfig) -> Path:
         write_metadata(chosen.prompts, stage.folder)
         paint_missing(painter, tasks(chosen.prompts, images_per_prompt), stage.folder, batch_size)
         table = merge(stage.folder)
-        stage.finish(summary(table, painter.backbone.grid))
+        stage.finish({**summary(table, painter.backbone.grid), "sizes": painter.sizes})
     say(cfg.decoder.name, summary(read_rows(stage.folder), painter.backbone.grid), stage.folder)
     return stage.folder
 
@@ -121,15 +128,12 @@ def load_painter(cfg: DictConfig) -> Painter:
 
 def identity(cfg: DictConfig, painter: Painter) -> dict[str, Any]:
     """Return everything but the prompts that can change an image."""
-    decoder, heads = painter.decoder, None
-    if painter.heads is not None:
-        with (heads_folder(cfg) / "heads.safetensors").open("rb") as file:
-            heads = hashlib.file_digest(file, "sha256").hexdigest()
+    decoder = painter.decoder
     return {
         **numeric_identity(painter.backbone),
         "image_decoder": painter.backbone.image_decoder_fingerprint,
         "decoder": {"method": type(decoder).__name__, **decoder.settings(painter.backbone.grid)},
-        "heads": heads,
+        "heads": None if painter.heads is None else heads_digest(cfg),
         "sampling": asdict(painter.sampling),
         "seed": painter.seed,
     }

@@ -7,15 +7,16 @@ the batch under way, whatever batch size resumes it.
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ssd_research.backbones.state import Generation
+from ssd_research.backbones.meter import Drafting, Generation, Work
 from ssd_research.runs import write_atomic
 from ssd_research.workload import Task
 
+HEADS: tuple[Drafting, ...] = get_args(Drafting)
 PHASES = ("prefill", "draft", "verify", "commit", "total")
 TABLE = "images.parquet"
 
@@ -31,6 +32,12 @@ SCHEMA = pa.schema(
         ("batch_size", pa.int32()),  # images decoded together with this one
         ("nfe", pa.int32()),
         ("tokens", pa.int32()),
+        # What follows is described at `backbones.meter.Work`.
+        ("streams", pa.int32()),
+        ("prompt_tokens", pa.int32()),
+        ("attended", pa.int64()),
+        *[(f"head_tokens_{kind}", pa.int64()) for kind in HEADS],
+        ("eagle_attended", pa.int64()),
         *[(f"seconds_{phase}", pa.float64()) for phase in PHASES],  # of the whole batch
         ("drafted", pa.int32()),
         ("accepted", pa.int32()),
@@ -58,6 +65,7 @@ def rows_of(batch: Sequence[Task], generation: Generation, *, seed: int) -> list
         {
             **shared,
             **_acceptance(generation, row),
+            **_work(generation.work, row),
             "nfe": generation.nfe[row],
             "tokens": generation.tokens[row],
             "prompt_index": task.prompt_index,
@@ -70,6 +78,18 @@ def rows_of(batch: Sequence[Task], generation: Generation, *, seed: int) -> list
         }
         for row, task in enumerate(batch)
     ]
+
+
+def _work(work: Work, row: int) -> dict[str, int]:
+    """Return the work on one image of the batch."""
+    none = [0] * len(work.attended)
+    return {
+        "streams": work.streams,
+        "prompt_tokens": work.prompt_tokens[row],
+        "attended": work.attended[row],
+        "eagle_attended": work.eagle_attended[row],
+        **{f"head_tokens_{kind}": work.head_tokens.get(kind, none)[row] for kind in HEADS},
+    }
 
 
 def _acceptance(generation: Generation, row: int) -> dict[str, Any]:
@@ -104,10 +124,14 @@ def write_part(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def read_rows(folder: Path) -> pa.Table:
-    """Return the rows of every image decoded so far, in order."""
+    """Return the rows of every image decoded so far, in order.
+
+    Columns that an older version did not write are null.
+    """
     paths = [p for p in (folder / TABLE,) if p.exists()]
     paths += sorted((folder / "parts").glob("*.parquet"))
-    table = pa.concat_tables([SCHEMA.empty_table(), *map(pq.read_table, paths)])
+    tables = [SCHEMA.empty_table(), *map(pq.read_table, paths)]
+    table = pa.concat_tables(tables, promote_options="default")
     # After a kill between the two steps of `merge` a row is in the table and in its part.
     places = list(
         zip(*(table[k].to_pylist() for k in ("prompt_index", "image_index")), strict=True)

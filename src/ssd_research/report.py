@@ -51,6 +51,8 @@ def run(cfg: DictConfig) -> Path:
     if cfg.report.images < 0:
         raise ValueError(f"report.images={cfg.report.images} must be at least 0")
     if cfg.table is None:
+        if cfg.get("scale") is not None:
+            raise ValueError("scale= does nothing without experiment=, which names a table")
         sections = found_sections(cfg)
     else:
         cfg, given = chosen(cfg)
@@ -60,6 +62,7 @@ def run(cfg: DictConfig) -> Path:
         "generate": [cell.folder.name for cell in cells],
         "evaluate": sorted(run for one in sections for run in one.evaluations),
         "images": cfg.report.images,
+        "table": None if cfg.table is None else str(cfg.table.number),
     }
     stage = open_run(cfg, "report", identity)
     for name, text in pages(sections).items():
@@ -89,7 +92,7 @@ def say(sections: Sequence[Section], page: Path) -> None:
     """Print what matters most of every section's first table, and where the page is."""
     console = Console()
     for one in sections:
-        rows = one.tables[0].rows
+        rows = one.tables[0].rows if one.tables else []
         columns = filled(BRIEF, rows)
         if not columns:
             continue

@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from ssd_research.backbones.base import Backbone
 from ssd_research.command import EXPECTED, StageError, explain, out_of_memory
 from ssd_research.eagle import Drafter, EagleDrafter
-from ssd_research.heads import DraftHeads
+from ssd_research.heads import PAPERS, DraftHeads
 from ssd_research.paths import conf_dir, resolve_path
 from ssd_research.provenance import device_name, git_sha, versions
 from ssd_research.sampling import Sampling
@@ -184,6 +184,12 @@ def heads_folder(cfg: DictConfig) -> Path:
     return run / "heads" if (run / "heads").is_dir() else run
 
 
+def heads_digest(cfg: DictConfig) -> str:
+    """Return the sha256 of the weights that `heads.path` names, which a run's identity holds."""
+    with (heads_folder(cfg) / "heads.safetensors").open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def load_heads(
     cfg: DictConfig,
     backbone: Backbone,
@@ -194,12 +200,21 @@ def load_heads(
 ) -> Drafter:
     """Load what `heads.path` holds: draft heads, of an axis up to an offset where one is given.
 
-    A decoder that drafts with an EAGLE drafter asks for that `kind`.
+    A decoder that drafts with an EAGLE drafter asks for that `kind`. What draft heads read and
+    predict they say themselves; ValueError where `heads.input` and `heads.target` say otherwise.
     """
     folder = heads_folder(cfg)
     if kind == "eagle":
         return EagleDrafter.load(folder, backbone)
-    return DraftHeads.load(folder, backbone, horizontal=horizontal, vertical=vertical)
+    heads = DraftHeads.load(folder, backbone, horizontal=horizontal, vertical=vertical)
+    asked = {key: cfg.heads.get(key, value) for key, value in PAPERS.items()}
+    if asked not in (PAPERS, heads.representation):
+        raise ValueError(
+            f"heads.path={cfg.heads.path} holds heads that predict {heads.target} from "
+            f"{heads.input}, not {asked['target']} from {asked['input']}: leave heads.input and "
+            "heads.target out, or name other heads"
+        )
+    return heads
 
 
 def resolve_sampling(cfg: DictConfig, backbone: Backbone) -> Sampling:

@@ -21,7 +21,7 @@ from rich import get_console
 
 from ssd_research.backbones.base import Backbone
 from ssd_research.eagle import EagleDrafter
-from ssd_research.heads import DTYPES, KINDS, DraftHeads
+from ssd_research.heads import DTYPES, KINDS, PAPERS, DraftHeads, check_representation
 from ssd_research.provenance import git_sha, versions
 from ssd_research.runs import (
     Run,
@@ -101,6 +101,7 @@ def _check(cfg: DictConfig) -> None:
         reach = [whole_number(cfg, f"heads.{axis}") for axis in ("horizontal", "vertical")]
         if sum(reach) == 0:
             raise ValueError("heads.horizontal=0 and heads.vertical=0 leave nothing to train")
+        check_representation(cfg.heads.input, cfg.heads.target)
     else:
         check_options(**_kind_of_heads(cfg))
     if cfg.train.storage_dtype not in DTYPES:
@@ -145,7 +146,7 @@ def _identity(
         "effective_batch": data.batch_size * data.world_size * data.accumulate,
         "accumulate": data.accumulate,
         "val_size": len(data.validation),
-        **_kind_of_heads(cfg),
+        **_unlike_the_papers(_kind_of_heads(cfg)),
         "initialisation": cfg.train.initialisation,
         "gradient_clip": cfg.train.gradient_clip,
         "storage_dtype": cfg.train.storage_dtype,
@@ -155,6 +156,15 @@ def _identity(
 def _kind_of_heads(cfg: DictConfig) -> dict[str, Any]:
     """Return the options of one kind of heads, whose names tell the kinds apart."""
     return {key: value for key, value in cfg.heads.items() if key not in ("name", "path")}
+
+
+def _unlike_the_papers(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options without those that say that heads read and predict what the paper's do.
+
+    The paper's heads keep the run ids of the time when there were no others.
+    """
+    usual = all(options.get(key, value) == value for key, value in PAPERS.items())
+    return {key: value for key, value in options.items() if not (usual and key in PAPERS)}
 
 
 def _training(cfg: DictConfig, backbone: Backbone, recipe: Recipe) -> DrafterTraining:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ssd_research.backbones.attention import NAME, RasterKV, RasterPass
+from ssd_research.backbones.dimensions import Dimensions, held_bytes
 from ssd_research.backbones.state import DecodingState
 from ssd_research.grid import TokenGrid
 from ssd_research.sampling import Sampling
@@ -34,6 +35,20 @@ def fingerprint(*modules: nn.Module) -> str:
         sample = flat[:: max(1, flat.numel() // 512)].to(torch.bfloat16).float().cpu().numpy()
         digest.update(f"{name}{tuple(p.shape)}".encode() + sample.tobytes())
     return digest.hexdigest()[:16]
+
+
+def parameters(module: nn.Module) -> int:
+    """Return how many parameters a module has."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def guided(logits: Float[Tensor, "S L K"], guidance: float) -> Float[Tensor, "B L K"]:
+    """Return l_u + guidance (l_c - l_u) in float32 or float64; at guidance 1 the logits alone."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if guidance == 1:
+        return logits
+    cond, uncond = logits.chunk(2)
+    return uncond + guidance * (cond - uncond)
 
 
 def nearest(codebook: Float[Tensor, "K C"], count: int) -> Int[Tensor, "K n"]:
@@ -122,17 +137,38 @@ class Backbone(ABC):
     def new_cache(self, streams: int, capacity: int) -> RasterKV:
         """Allocate the KV buffers of `streams` sequences of at most `capacity` tokens."""
         config = self.decoder.config
-        width = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
         return RasterKV(
             config.num_hidden_layers,
             streams=streams,
             heads=config.num_key_value_heads,
             capacity=capacity,
-            width=width,
+            width=self._head_width,
             dtype=self.dtype,
             device=self.device,
+        )
+
+    @property
+    def _head_width(self) -> int:
+        """The width of one attention head."""
+        config = self.decoder.config
+        given = getattr(config, "head_dim", None)
+        return given or config.hidden_size // config.num_attention_heads
+
+    @property
+    def dimensions(self) -> Dimensions:
+        """What compute and memory follow from."""
+        config, head = self.decoder.config, parameters(self.image_head)
+        tensors = [t for m in self.held_modules for t in (*m.parameters(), *m.buffers())]
+        return Dimensions(
+            layers=config.num_hidden_layers,
+            layer_parameters=parameters(self.decoder.layers),
+            head_parameters=head + self.left_out_head_parameters,
+            code_head_parameters=head,
+            attention_width=config.num_attention_heads * self._head_width,
+            kv_width=config.num_key_value_heads * self._head_width,
+            image_tokens=self.grid.slots,
+            number_bytes=self.dtype.itemsize,
+            weight_bytes=held_bytes([*tensors, self.code_embeddings]),
         )
 
     def run(
@@ -151,13 +187,32 @@ class Backbone(ABC):
 
         `h_pre` holds the states of both streams (S = 2B), or of one (S = B) at guidance 1.
         """
+        return guided(self.image_head(self.normalise(h_pre)), guidance)
+
+    def normalise(self, h_pre: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
+        """Return h_post, the states after the final norm."""
         # `forward` directly: a call would run the hook that records h_pre.
-        logits = self.image_head(self.decoder.norm.forward(h_pre))
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        if guidance == 1:
-            return logits
-        cond, uncond = logits.chunk(2)
-        return uncond + guidance * (cond - uncond)
+        return self.decoder.norm.forward(h_pre)
+
+    def logits_of(
+        self, predicted: Float[Tensor, "S L D"], target: str, guidance: float
+    ) -> Float[Tensor, "B L K"]:
+        """Return guided logits of a prediction of `target`: h_pre, h_post or e (paper Table 19).
+
+        h_post is behind the norm already. How the paper reads a predicted embedding it does not
+        say; it is regressed on embeddings of codes, so here it stands for the nearest: the logits
+        are -|e_hat - e_k|^2 / 2 but for what is the same for all codes, e_hat e_k - |e_k|^2 / 2.
+        As these are linear in e_hat, they are guided as embeddings would be; of heads that read
+        nothing but e both streams agree, and guidance changes nothing.
+        """
+        if target == "h_pre":
+            return self.logits(predicted, guidance)
+        if target == "h_post":
+            return guided(self.image_head(predicted), guidance)
+        kind = torch.promote_types(predicted.dtype, torch.float32)
+        table = self.code_embeddings.to(kind)
+        squares = table.square().sum(-1)
+        return guided(F.linear(predicted.to(kind), table, -squares / 2), guidance)
 
     @torch.no_grad()
     def hidden_states(
@@ -258,6 +313,12 @@ class Backbone(ABC):
     image_head: nn.Module
     image_decoder: nn.Module
     tokenizer: PreTrainedTokenizerBase
+    left_out_head_parameters: int = 0  # of the model's own head, for words that are no codes
+
+    @property
+    def held_modules(self) -> list[nn.Module]:
+        """All modules whose weights are in memory while images are made."""
+        return [self.decoder, self.image_head, *self.code_embedders, self.image_decoder]
 
     def end_of_row_embedding(self) -> Float[Tensor, "1 1 D"]:
         """Return the embedding of the forced end-of-row token, where the grid has one."""

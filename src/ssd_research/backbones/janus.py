@@ -154,6 +154,11 @@ class JanusBackbone(Backbone):
             )
 
     @property
+    def held_modules(self) -> list[nn.Module]:
+        """The whole model: what generation never runs is small or gone."""
+        return [self.model]
+
+    @property
     def codebook(self) -> Float[Tensor, "K C"]:
         """The unit vectors that Janus's VQ decoder looks codes up in."""
         return F.normalize(self.image_decoder.quantize.embedding.weight, dim=-1)

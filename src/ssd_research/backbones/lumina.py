@@ -187,6 +187,12 @@ class LuminaBackbone(VocabularyBackbone):
             device=self.device,
         )
 
+    @property
+    def held_modules(self) -> list[nn.Module]:
+        """All modules in memory; the VQGAN where one is named."""
+        without = [self.decoder, self.image_head]
+        return without if self.image_decoder_path is None else [*without, self.image_decoder]
+
     def prompt_ids(self, text: str) -> list[int]:
         """Return bos, the official template around `text`, end of turn, what begins an image."""
         height, width = self.image_size

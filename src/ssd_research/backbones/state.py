@@ -1,4 +1,4 @@
-"""`DecodingState`: B images under way, the only way to reach the backbone, and the meter.
+"""`DecodingState`: B images under way, the only way to reach the backbone, which its meter counts.
 
     slot        0 ... P-1 | P        P+1      ...
     token       prompt    | code 0   code 1   ...      (end-of-row tokens have slots of their own)
@@ -11,90 +11,18 @@ a+1 ... b. Feeding other codes at the same positions later overwrites both: that
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ssd_research.backbones.attention import RasterKV, RasterPass
+from ssd_research.backbones.meter import Generation, Meter
 from ssd_research.sampling import Sampling
 
 if TYPE_CHECKING:
     from ssd_research.backbones.base import Backbone
-
-
-class Meter:
-    """What a decoding cost: passes of the batch, and per image forwards, tokens and acceptance.
-
-    The counts of images stay on the device until the end, so that no decoder waits for them.
-    """
-
-    def __init__(self, batch: int, device: torch.device) -> None:
-        self.passes = 0
-        self.seconds: dict[str, float] = {}
-        self._nfe = torch.zeros(batch, dtype=torch.long, device=device)
-        self._tokens = torch.zeros_like(self._nfe)
-        self._rounds: dict[tuple[str, int], list[Tensor]] = {}
-
-    @property
-    def nfe(self) -> list[int]:
-        """Backbone forwards of each image, the prefill included."""
-        return self._nfe.tolist()
-
-    @property
-    def tokens(self) -> list[int]:
-        """Image tokens forwarded for each image, per stream."""
-        return self._tokens.tolist()
-
-    @property
-    def rounds(self) -> list[dict[str, Any]]:
-        """The verification rounds in the order in which they first came up."""
-        return [
-            {
-                "stage": stage,
-                "round": number,
-                "drafted": drafted.tolist(),
-                "accepted": accepted.tolist(),
-            }
-            for (stage, number), (drafted, accepted) in self._rounds.items()
-        ]
-
-    def count(self, tokens: int | Int[Tensor, " B"]) -> None:
-        """Count one pass that forwards so many tokens; an image without any took no part in it."""
-        self.passes += 1
-        self._tokens += tokens
-        self._nfe += 1 if isinstance(tokens, int) else (tokens > 0).long()
-
-    def record(
-        self, key: tuple[str, int], drafted: Int[Tensor, " B"], accepted: Int[Tensor, " B"]
-    ) -> None:
-        """Add drafted and accepted tokens to the round `key`, a stage and a number from 1."""
-        if key not in self._rounds:
-            self._rounds[key] = [torch.zeros_like(self._nfe), torch.zeros_like(self._nfe)]
-        self._rounds[key][0] += drafted
-        self._rounds[key][1] += accepted
-
-
-@dataclass(frozen=True)
-class Generation:
-    """The codes [B, N] of B images on the CPU, and what they cost.
-
-    `nfe` counts the backbone forwards of each image, the prefill included; conditional and
-    unconditional streams share one. `tokens` counts image tokens forwarded for each image, per
-    stream. `seconds` holds the batch's wall time per phase and `total`. Each entry of `rounds` is a
-    verification round summed over the image: its `stage` (horizontal, base, incremental), `round`
-    from 1, and the tokens `drafted` and `accepted` of each image. `peak_memory_bytes` is the
-    allocator's on CUDA and 0 elsewhere.
-    """
-
-    codes: Int[Tensor, "B N"]
-    nfe: list[int]
-    tokens: list[int]
-    seconds: dict[str, float]
-    rounds: list[dict[str, Any]]
-    peak_memory_bytes: int = 0
 
 
 class DecodingState:
@@ -124,7 +52,7 @@ class DecodingState:
         # One slot more than is used: where a batch has nothing to feed for an image, it goes there.
         self.slots = backbone.grid.slots + scratch
         self.kv: RasterKV = backbone.new_cache(len(lengths), int(lengths.max()) + self.slots + 1)
-        self.meter = Meter(batch, backbone.device)
+        self.meter = Meter(batch, lengths)
         self._started = time.perf_counter()
         if backbone.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(backbone.device)
@@ -148,7 +76,7 @@ class DecodingState:
             h = backbone.run(text, RasterPass.plan(state.kv, slots, shared=span))
             rows = torch.arange(len(ids), device=backbone.device)
             state.h_pre[:, 0] = h[rows, lengths - 1]
-        state.meter.count(0)
+        state.meter.count_prefill()
         return state
 
     @property
@@ -223,7 +151,12 @@ class DecodingState:
                 self._store_shared(h, shared)
             else:
                 self._store(h, slots)
-        self.meter.count((slots >= 0).sum(1) if shared is None else len(shared))
+        if shared is not None and visible is None:
+            self.meter.count(len(shared), sum(shared) + len(shared))
+        else:
+            fed = (slots >= 0).expand(self.batch, -1)
+            seen = slots + 1 if visible is None else visible.sum(-1)
+            self.meter.count(fed.sum(1), (seen * fed).sum(1))
         return h
 
     def _plan(
@@ -332,5 +265,12 @@ class DecodingState:
         device = self.backbone.device
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         meter = self.meter
-        seconds = {**meter.seconds, "total": total}
-        return Generation(self.codes.cpu(), meter.nfe, meter.tokens, seconds, meter.rounds, peak)
+        return Generation(
+            codes=self.codes.cpu(),
+            nfe=meter.nfe,
+            tokens=meter.tokens,
+            seconds={**meter.seconds, "total": total},
+            rounds=meter.rounds,
+            work=meter.work,
+            peak_memory_bytes=peak,
+        )

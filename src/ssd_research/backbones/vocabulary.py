@@ -39,6 +39,7 @@ class VocabularyBackbone(Backbone):
         self.code_embeddings = rows(words.weight.detach(), ids)
         self.code_embedders = (words,)
         self.image_head = nn.Linear(self.hidden_size, len(ids), bias=False, device="meta")
+        self.left_out_head_parameters = lm_head.weight.numel() - self.image_head.weight.numel()
         kept = rows(lm_head.weight.detach(), ids).clone()
         self.image_head.weight = nn.Parameter(kept, requires_grad=False)
 

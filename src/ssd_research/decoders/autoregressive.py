@@ -9,7 +9,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ssd_research.backbones.base import Backbone
-from ssd_research.backbones.state import DecodingState, Generation
+from ssd_research.backbones.meter import Generation
+from ssd_research.backbones.state import DecodingState
 from ssd_research.decoders.base import Decoder
 from ssd_research.decoders.noise import Noise
 from ssd_research.grid import TokenGrid

@@ -6,7 +6,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, ClassVar
 
 from ssd_research.backbones.base import Backbone
-from ssd_research.backbones.state import Generation
+from ssd_research.backbones.meter import Generation
 from ssd_research.decoders.noise import KeyedNoise, Noise
 from ssd_research.eagle import Drafter
 from ssd_research.grid import TokenGrid

@@ -58,6 +58,9 @@ class EagleDrafting:
             slots=where.where(index < count[:, None], self.slots),
             places=place,
         )
+        # What a finished image still reads in a batch, it would not read alone.
+        own = (index < count[:, None]) & (chain.committed < chain.size)[:, None]
+        state.meter.count_eagle(own.sum(1), ((where + 1) * own).sum(1))
         self.read = chain.committed
         return at(h, (count - 1).clamp_min(0).repeat(len(h) // len(count))[:, None])
 
@@ -70,6 +73,8 @@ class EagleDrafting:
         slots = torch.arange(self.slots, device=drafts.device)
         seen = (slots < chain.committed[:, None, None]).repeat(1, len(nodes), 1)
         seen[..., chain.size :] = self.family[drafts]
+        there = made.there[:, drafts]
+        chain.state.meter.count_eagle(there.sum(1), (seen.sum(-1) * there).sum(1))
         return self._feed(
             h[:, [above.index(self.tree.parent(node)) for node in nodes]],
             made.codes[:, drafts],

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from ssd_research.backbones.base import Backbone
-from ssd_research.backbones.state import Generation
+from ssd_research.backbones.meter import Generation
 from ssd_research.decoders.accept import AcceptRule, Rejection
 from ssd_research.decoders.base import Decoder, require_whole
 from ssd_research.decoders.chain import Chain

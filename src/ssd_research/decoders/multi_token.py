@@ -14,7 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ssd_research.backbones.base import Backbone
-from ssd_research.backbones.state import DecodingState, Generation
+from ssd_research.backbones.meter import Generation
+from ssd_research.backbones.state import DecodingState
 from ssd_research.decoders.accept import Rejection, reject
 from ssd_research.decoders.base import Decoder, require_whole
 from ssd_research.decoders.chain import Chain

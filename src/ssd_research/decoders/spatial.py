@@ -14,10 +14,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ssd_research.backbones.base import Backbone
-from ssd_research.backbones.state import DecodingState, Generation
+from ssd_research.backbones.meter import Generation
+from ssd_research.backbones.state import DecodingState
 from ssd_research.decoders.accept import RULES, Rule
 from ssd_research.decoders.base import Decoder
 from ssd_research.decoders.chain import Chain
+from ssd_research.decoders.drafting import law_ahead
 from ssd_research.decoders.noise import Noise
 from ssd_research.decoders.spatial_exact import decode_strict
 from ssd_research.grid import TokenGrid
@@ -203,11 +205,7 @@ class _Work:
         """
         state = self.state
         with state.timed("draft"):
-            h = state.h_pre[:, source.start : source.stop]
-            e = state.backbone.embed(state.codes[:, source.start : source.stop])
-            e = e.repeat(state.streams // state.batch, 1, 1)
-            drafts = [self.heads.predict(axis, offset, h, e) for offset in range(1, count + 1)]
-            q = state.distribution_of(torch.cat(drafts, dim=1))
+            q = law_ahead(state, self.heads, axis, source=source, count=count)
             state.codes[:, source.stop : source.stop + q.shape[1]] = q.argmax(-1)
         return q
 

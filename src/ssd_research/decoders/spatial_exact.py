@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ssd_research.backbones.base import Backbone
-from ssd_research.backbones.state import Generation
+from ssd_research.backbones.meter import Generation
 from ssd_research.decoders.accept import Rejection
 from ssd_research.decoders.base import Decoder, require_whole
 from ssd_research.decoders.chain import Chain, carried

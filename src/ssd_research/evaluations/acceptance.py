@@ -1,6 +1,5 @@
 """Acceptance by offset: how often each draft head's drafts would be accepted (paper Figure 1)."""
 
-import hashlib
 import json
 import logging
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from ssd_research.metrics.likelihood import sampling_of
 from ssd_research.prompts.selection import text_hash
 from ssd_research.reporting.tables import Column, Table
 from ssd_research.runs import (
+    heads_digest,
     heads_folder,
     load_backbone,
     load_heads,
@@ -106,8 +106,7 @@ def load(cfg: DictConfig) -> tuple[Backbone, DraftHeads, str]:
     heads = load_heads(cfg, backbone)
     if not isinstance(heads, DraftHeads):
         raise ValueError(f"heads.path={folder} holds no spatial draft heads")
-    with (folder / "heads.safetensors").open("rb") as file:
-        return backbone, heads, hashlib.file_digest(file, "sha256").hexdigest()
+    return backbone, heads, heads_digest(cfg)
 
 
 def measure(

@@ -22,7 +22,7 @@ from ssd_research.runs import open_run, write_atomic
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 MUST_AGREE = (
     "version",
     "protocol",

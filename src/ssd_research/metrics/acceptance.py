@@ -58,31 +58,36 @@ def by_offset(
     flags = [False] if sampling.guidance == 1 else [False, True]
     rows = torch.ones(len(prompts), dtype=torch.bool)
     streams = [backbone.hidden_states(prompts, codes, unconditional=rows & flag) for flag in flags]
-    h = torch.cat(streams)  # [S, N, D], conditional rows first
+    h_pre = torch.cat(streams)  # [S, N, D], conditional rows first
+    h = heads.own_states(backbone, h_pre)
     e = backbone.embed(codes).to(h.dtype).repeat(len(flags), 1, 1)
     grid = backbone.grid
     for axis, offset in heads.offsets():
-        h_hat = heads.predict(
+        predicted = heads.predict(
             axis, offset, sources(h, grid, axis, offset), sources(e, grid, axis, offset)
         )
-        true = targets(h, grid, axis, offset)
+        true = targets(h_pre, grid, axis, offset)
         parts = [
-            _accepted(backbone, sampling, h_part, hat_part)
-            for h_part, hat_part in zip(true.split(CHUNK, 1), h_hat.split(CHUNK, 1), strict=True)
+            _accepted(backbone, sampling, part, predicted_part, heads.target)
+            for part, predicted_part in zip(
+                true.split(CHUNK, 1), predicted.split(CHUNK, 1), strict=True
+            )
         ]
         means = torch.cat(parts, 1).mean(1).cpu().numpy()  # [B, 3]
-        yield Offset(axis, offset, h_hat.shape[1], *means.T)
+        yield Offset(axis, offset, predicted.shape[1], *means.T)
 
 
 def _accepted(
     backbone: Backbone,
     sampling: Sampling,
-    h: Float[Tensor, "S L D"],
-    h_hat: Float[Tensor, "S L D"],
+    h_pre: Float[Tensor, "S L D"],
+    predicted: Float[Tensor, "S L D"],
+    target: str,
 ) -> Float[Tensor, "B L 3"]:
-    """Return the three expectations at each position of a part."""
+    """Return the three expectations at each position of a part, whose `target` was predicted."""
     p, q = (
-        sampling.distribution(backbone.logits(x, sampling.guidance).double()) for x in (h, h_hat)
+        sampling.distribution(backbone.logits_of(x, kind, sampling.guidance).double())
+        for x, kind in ((h_pre, "h_pre"), (predicted, target))
     )
     draft = q.argmax(-1)
     sampled = torch.minimum(p, q).sum(-1)

@@ -16,6 +16,7 @@ import torch
 
 from ssd_research.backbones.base import Backbone
 from ssd_research.backbones.state import DecodingState
+from ssd_research.decoders.drafting import law_ahead
 from ssd_research.heads import DraftHeads
 from ssd_research.sampling import Sampling
 
@@ -65,13 +66,9 @@ class Bench:
     def draft(self, row: int, rows: int) -> None:
         """Draft `rows` rows from the row above `row`."""
         state, grid = self.state, self.state.backbone.grid
-        above = grid.row(row - 1)
-        h = state.h_pre[:, above.start : above.stop]
-        e = state.backbone.embed(state.codes[:, above.start : above.stop])
-        e = e.repeat(state.streams // state.batch, 1, 1)
         with torch.inference_mode():
-            drafts = [self.heads.predict("vertical", d, h, e) for d in range(1, rows + 1)]
-            state.distribution_of(torch.cat(drafts, 1)).argmax(-1)
+            q = law_ahead(state, self.heads, "vertical", source=grid.row(row - 1), count=rows)
+            q.argmax(-1)
 
     def verify(self, row: int, rows: int) -> None:
         """Verify `rows` rows from `row` on."""

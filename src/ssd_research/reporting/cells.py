@@ -1,6 +1,7 @@
 """Finished generate runs with their evaluations, found by run id: the cells of a report."""
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
 from ssd_research.decoders.base import Decoder
+
+log = logging.getLogger(__name__)
 
 SHARED = ("backbone", "sampling", "seed", "prompts", "images_per_prompt")
 
@@ -101,17 +106,58 @@ def _order(cell: Cell) -> tuple[bool, str, int, str]:
 
 
 def read_cell(folder: Path) -> Cell:
-    """Read one finished generate run and the newest evaluation of it under every benchmark."""
-    table = pq.read_table(folder / "images.parquet")
-    columns = [c for c in table.column_names if c != "codes"]
+    """Read one finished generate run and the newest evaluation of it under every benchmark.
+
+    Raises ValueError or FileNotFoundError, which name the file, for one that is broken or gone.
+    """
     found = sorted(_evaluations(folder), key=lambda pair: pair[0])
     return Cell(
         folder=folder,
-        config=DictConfig(OmegaConf.load(folder / "config.yaml")),
-        meta=json.loads((folder / "meta.json").read_text(encoding="utf-8")),
-        images=table.select(columns).to_pylist(),
+        config=read_config(folder),
+        meta=read_json(
+            folder / "meta.json", "identity", "device", "versions", "git_sha", "started"
+        ),
+        images=_image_rows(folder / "images.parquet"),
         scores={scores["benchmark"]: scores for _, scores in found},
     )
+
+
+def read_json(path: Path, *keys: str) -> dict[str, Any]:
+    """Return the object in a run's JSON file; ValueError names a file without it or its `keys`."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); make this run again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object; make this run again")
+    missing = [key for key in keys if key not in content]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}; make this run again")
+    return content
+
+
+def read_config(folder: Path) -> DictConfig:
+    """Return the resolved configuration of a run; ValueError if its file is broken."""
+    path = folder / "config.yaml"
+    try:
+        config = OmegaConf.load(path)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} is not YAML; make this run again") from error
+    if not isinstance(config, DictConfig) or "decoder" not in config:
+        raise ValueError(f"{path} holds no configuration of a run; make this run again")
+    return config
+
+
+def _image_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run's images without their codes; ValueError if the file is broken."""
+    try:
+        columns = [name for name in pq.read_schema(path).names if name != "codes"]
+        rows = pq.read_table(path, columns=columns).to_pylist()
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is not Parquet ({error}); make this run again") from error
+    if not rows:
+        raise ValueError(f"{path} lists no image; make this run again")
+    return rows
 
 
 def _evaluations(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -119,9 +165,9 @@ def _evaluations(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for path in folder.parents[3].glob("evaluate/*/*/*/scores.json"):
         if not (path.parent / "DONE").exists():
             continue
-        scores = json.loads(path.read_text(encoding="utf-8"))
+        scores = read_json(path, "benchmark")
         if folder.name in Path(scores.get("images", "")).parts:
-            meta = json.loads((path.parent / "meta.json").read_text(encoding="utf-8"))
+            meta = read_json(path.parent / "meta.json", "started")
             yield meta["started"], {**scores, "run_id": path.parent.name}
 
 
@@ -132,9 +178,11 @@ def find_imageless(root: Path, model: str, name: str) -> dict[str, dict[str, Any
     """
     newest: dict[str, tuple[str, dict[str, Any]]] = {}
     for done in sorted((root / "evaluate" / model / name).glob("*/DONE"), key=_finished):
-        scores = json.loads((done.parent / "scores.json").read_text(encoding="utf-8"))
+        scores = read_json(done.parent / "scores.json", "benchmark")
         if "images" not in scores and "table" in scores:
             newest[scores["benchmark"]] = done.parent.name, scores
+        elif "images" not in scores:
+            log.warning("%s is of an older version, without a table: delete it", done.parent)
     return dict(newest.values())
 
 

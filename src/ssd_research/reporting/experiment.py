@@ -5,19 +5,28 @@ scores them: `paper` with the paper's backbones and benchmarks, `tiny` in the sh
 the embedded backbone stands in for all of them.
 """
 
+import copy
+import hashlib
 import logging
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import hydra
 import torch
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from ssd_research import paper
+from ssd_research.grid import TokenGrid
 from ssd_research.paths import conf_dir
+from ssd_research.reporting.cells import read_config, read_json
+from ssd_research.runs import heads_folder
 
 log = logging.getLogger(__name__)
 
@@ -25,17 +34,30 @@ log = logging.getLogger(__name__)
 RESULT_KEYS = (
     "model.name",
     "model.backbone",
-    "decoder",
-    "heads",
     "prompts",
     "selection",
     "images_per_prompt",
     "sampling",
     "seed",
 )
+# `ssd` where r=2 is the default and `ssd r=2` are one decoder: settings in force on a grid tell.
+ANY_GRID = TokenGrid(24, 24, end_of_row=True)
+CHOICES = ("experiment", "scale", "model")
 # The table says these itself: an option given beside it would be lost or make two cells one.
-CHOICES = ("experiment=", "scale=", "model=")
-TABLE_SAYS = ("decoder", "eval", "prompts")
+TABLE_SAYS = (
+    "decoder",
+    "prompts",
+    "eval",
+    "evaluate.images",
+    "benchmark.decoders",
+    "benchmark.batch_sizes",
+    "report.generate",
+    "study.action",
+    "study.a",
+    "study.b",
+    "train.data",
+)
+OF_IMAGES = ("selection.", "images_per_prompt", "batch_size")  # options of a table's own images
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,39 +91,121 @@ class Wanted:
     @property
     def command(self) -> str:
         """Return the command that makes it."""
-        words = [f"'{o}'" if set(o) & set(" $[]{}") else o for o in self.overrides]
-        return " ".join(["python -m ssd_research.generate", *words])
+        return command("generate", last_of_each(self.overrides))
 
     def belongs_to(self, cfg: DictConfig) -> bool:
         """Return whether a run configured as `cfg` has this cell's model and seed."""
         return (cfg.model.name, cfg.seed) == (self.model, self.seed)
 
     def find(self) -> Path | None:
-        """Return the newest finished generate run that was configured like this, or None."""
+        """Return the newest finished generate run that is this cell, or None.
+
+        What was drafted with other heads than `heads.path` holds now is not: heads trained anew do
+        not inherit images. Where no heads are, as on another machine, the path counts.
+        """
         cfg = self.config()
         parent = Path(str(cfg.output_dir)).expanduser() / "generate" / self.model / str(cfg.name)
         mine = result_settings(cfg)
-        found = [
-            done
-            for done in parent.glob("*/DONE")
-            if result_settings(OmegaConf.load(done.parent / "config.yaml")) == mine
-        ]
+        found = []
+        for done in parent.glob("*/DONE"):
+            run = read_run(done.parent)
+            if result_settings(run.config) != mine or not run.computed_as(cfg):
+                continue
+            if run.drafted_as(cfg):
+                found.append(done)
+            elif run.config.heads.path == cfg.heads.path:
+                log.warning("%s was made with other heads than %s", done.parent, cfg.heads.path)
         return max(found, key=lambda done: done.stat().st_mtime).parent if found else None
+
+
+@dataclass(frozen=True)
+class MadeRun:
+    """The configuration and the identity of a finished generate run."""
+
+    config: DictConfig
+    identity: Mapping[str, Any]
+
+    def computed_as(self, cfg: DictConfig) -> bool:
+        """Return whether device and dtype are those of `cfg`, where it names any."""
+        asked = {key: cfg.runtime[key] for key in ("device", "dtype")}
+        return all(v in ("auto", self.identity.get(key)) for key, v in asked.items())
+
+    def drafted_as(self, cfg: DictConfig) -> bool:
+        """Return whether the drafts, if any, came from the heads that `cfg` names."""
+        if self.identity.get("heads") is None:
+            return True
+        weights = heads_file(cfg)
+        if weights is None:
+            return self.config.heads.path == cfg.heads.path
+        return self.identity["heads"] == digest(weights, weights.stat().st_mtime_ns)
+
+
+@cache
+def read_run(folder: Path) -> MadeRun:
+    """Read a finished generate run, which does not change; ValueError names a broken file."""
+    meta = read_json(folder / "meta.json", "identity")
+    return MadeRun(read_config(folder), meta["identity"])
+
+
+def heads_file(cfg: DictConfig) -> Path | None:
+    """Return the weights of the heads that `heads.path` names, or None where there are none."""
+    try:
+        weights = heads_folder(cfg) / "heads.safetensors"
+    except ValueError:
+        return None
+    return weights if weights.is_file() else None
+
+
+@cache
+def digest(file: Path, changed: int) -> str:
+    """Return the sha256 of a file that was last changed at `changed`, as a run's identity does."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:
     """Return the configuration under `overrides`, of which the last of a key holds."""
-    last = {override.partition("=")[0]: override for override in overrides}
-    return compose("config", overrides=list(last.values()))
+    return copy.deepcopy(_composed(last_of_each(overrides)))
+
+
+def last_of_each(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return the last override of every option."""
+    return tuple({key_of(one): one for one in overrides}.values())
+
+
+@cache
+def _composed(overrides: tuple[str, ...]) -> DictConfig:
+    """Compose once: a table's cells are configured again and again, and Hydra takes its time."""
+    return compose("config", overrides=list(overrides))
+
+
+def key_of(override: str) -> str:
+    """Return the option that an override sets."""
+    return override.partition("=")[0].lstrip("+~")
+
+
+def quoted(key: str, value: object) -> str:
+    """Return the override that gives an option a text, whatever characters this has."""
+    if re.fullmatch(r"[A-Za-z/][\w./-]*", str(value)):
+        return f"{key}={value}"
+    text = re.sub(r"(\\+)(?='|$)", r"\1\1", str(value)).replace("'", r"\'")
+    return f"{key}='{text}'"
+
+
+def command(stage: str, overrides: Sequence[str]) -> str:
+    """Return a stage's command line for a shell."""
+    return shlex.join(["python", "-m", f"ssd_research.{stage}", *overrides])
 
 
 def result_settings(cfg: Any) -> dict[str, Any]:
     """Return the settings of a configuration that can change its images, as plain data."""
     found = {key: OmegaConf.select(cfg, key) for key in RESULT_KEYS}
-    return {
+    plain = {
         key: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         for key, value in found.items()
     }
+    decoder = hydra.utils.instantiate(cfg.decoder, _convert_="all")
+    return {**plain, "decoder": (type(decoder).__name__, decoder.settings(ANY_GRID))}
 
 
 def decoder_overrides(text: str) -> list[str]:
@@ -121,18 +225,38 @@ def chosen(cfg: DictConfig) -> tuple[DictConfig, list[str]]:
     given = list(HydraConfig.get().overrides.task)
     if cfg.table is None:
         raise ValueError(f"experiment= must name a table; accepted: {', '.join(tables())}")
-    for override in given:
-        key = override.partition("=")[0]
-        if key in TABLE_SAYS or key.startswith("decoder."):
-            raise ValueError(f"{key}= does nothing here: the cells of {cfg.name} say it")
-    if not any(override.startswith("scale=") for override in given):
+    if not any(key_of(override) == "scale" for override in given):
         scale = "paper" if torch.cuda.is_available() else "tiny"
         if cfg.get("scale") is None:
             found = "finds a" if scale == "paper" else "finds no"
             log.warning("scale=%s, as torch %s CUDA device; choose with scale=", scale, found)
         given.append(f"scale={scale}")
     cfg = composed(given)
+    refuse(cfg, given)
     return composed([*given, f"model={next(iter(models(cfg, given)))}"]), given
+
+
+def refuse(cfg: DictConfig, given: Sequence[str]) -> None:
+    """Raise ValueError for an option that the table says itself, or that it has no use for."""
+    said, own = {*TABLE_SAYS}, suite(cfg)
+    said |= {"seed"} if "seeds" in cfg.table else set()
+    said |= {"heads.path", *map(key_of, own_training(cfg))} if "train" in cfg.table else set()
+    if "selection.held_out=true" in own.get("images", []):
+        said |= {"selection.holdout", "selection.held_out", "selection.seed"}  # of the training set
+    unused = set()
+    unused |= {"train.", "distill."} if "train" not in cfg.table else set()
+    unused |= {"benchmark."} if not cfg.table.get("timed") else set()
+    unused |= {"study."} if not cfg.table.get("study") else set()
+    for key in map(key_of, given):
+        if key in said or key.startswith("decoder."):
+            raise ValueError(f"{key}= does nothing here: the cells of {cfg.name} say it")
+        if key.startswith(tuple(unused)):
+            raise ValueError(f"{key}= does nothing here: {cfg.name} has no use for it")
+
+
+def own_training(cfg: DictConfig) -> list[str]:
+    """Return the overrides with which the cells of a table train heads of their own."""
+    return [override for options in cfg.table.get("train", []) for override in options]
 
 
 def tables() -> list[str]:
@@ -169,6 +293,7 @@ def cells_of(cfg: DictConfig, given: Sequence[str], *, model: str, seed: int) ->
         overrides, heads_name = [*shared, *decoder_overrides(decoder)], ""
         if train:
             heads_name = f"{cfg.name}_{n}"
+            overrides += [override for override in train if override.startswith("heads.")]
             overrides.append(f"heads.path=${{output_dir}}/train/${{model.name}}/{heads_name}")
         cells.append(
             Wanted(model, original, decoder, seed, tuple(overrides), row, tuple(train), heads_name)
@@ -185,14 +310,28 @@ def common(cfg: DictConfig, given: Sequence[str], *, model: str) -> list[str]:
 
 
 def basic(cfg: DictConfig, given: Sequence[str], *, model: str) -> list[str]:
-    """Return the overrides that hold for training too, which does not use the suite's images."""
-    chosen = [o for o in given if o.startswith(("experiment=", "scale="))]
-    return [*chosen, f"model={model}", *unresolved(cfg.scale.common)]
+    """Return the overrides that hold for training too, which does not use the suite's images.
+
+    Runs are named after the suite, so that the tables of one suite share their cells.
+    """
+    chosen = [o for o in given if key_of(o) in ("experiment", "scale")]
+    return [*chosen, f"model={model}", f"name={cfg.table.suite}", *unresolved(cfg.scale.common)]
 
 
 def asked(given: Sequence[str]) -> list[str]:
     """Return the overrides of the command line that every run of the table shares."""
-    return [o for o in given if not o.startswith((*CHOICES, "report.", "reproduce."))]
+    elsewhere = ("eval.", "eval/", "report.", "reproduce.")
+    return [o for o in given if key_of(o) not in CHOICES and not key_of(o).startswith(elsewhere)]
+
+
+def asked_of_training(given: Sequence[str]) -> list[str]:
+    """Return those of them that are not about the table's images."""
+    return [o for o in asked(given) if not key_of(o).startswith(OF_IMAGES)]
+
+
+def asked_of_scores(given: Sequence[str]) -> list[str]:
+    """Return the overrides of the command line that only evaluations have."""
+    return [o for o in given if key_of(o).startswith(("eval.", "eval/"))]
 
 
 def suite(cfg: DictConfig) -> dict[str, Any]:
@@ -217,13 +356,13 @@ def models(cfg: DictConfig, given: Sequence[str]) -> dict[str, tuple[str, list[s
         found = {str(cfg.scale.stand_in): (first, cells[first])}
     else:
         found = {model: (model, decoders) for model, decoders in cells.items()}
-    asked = [o.removeprefix("model=") for o in given if o.startswith("model=")]
-    if asked and asked[0] not in found:
+    named = next((o.removeprefix("model=") for o in given if key_of(o) == "model"), None)
+    if named is not None and named not in found:
         raise ValueError(
-            f"model={asked[0]} is not in {cfg.name} at scale={cfg.scale.name}; "
+            f"model={named} is not in {cfg.name} at scale={cfg.scale.name}; "
             f"accepted: {', '.join(found)}"
         )
-    return {asked[0]: found[asked[0]]} if asked else found
+    return found if named is None else {named: found[named]}
 
 
 def printed_rows(
@@ -235,6 +374,12 @@ def printed_rows(
     """
     rows = [] if number is None else paper.table(number)
     rows = [row for row in rows if row.get("model", model) == model]
+    if number == 11:  # printed by what is measured of SSD, not by method
+        return [{}, {str(row["effect"]): row["relative_to_ar"] for row in rows}]
+    if number == 18:  # both methods in one row
+        (row,) = rows
+        ssd = {"dpg": row["dpg_ssd"], "latency_acceleration": row["latency_acceleration"]}
+        return [{"dpg": row["dpg_ar"], "latency_acceleration": 1.0}, ssd]
     if len(rows) == len(decoders) - 1 and decoders[0] == "ar":
         return [{}, *rows]
     return list(rows) if len(rows) == len(decoders) else [{} for _ in decoders]

@@ -35,6 +35,9 @@ NOTES = (
 )
 
 
+THEIRS = "paper_"  # before the key of a column, the paper's numbers for it
+
+
 @dataclass(frozen=True)
 class Section:
     """One group of comparable cells: title, tables, warnings, how it was made, and pictures.
@@ -197,7 +200,15 @@ def to_latex(sections: Sequence[Section]) -> str:
 def to_html(sections: Sequence[Section]) -> str:
     """Return one HTML page that holds everything, pictures included."""
     template = environment().get_template("report.html.j2")
-    return template.render(sections=sections, notes=NOTES)
+    return template.render(sections=sections, notes=NOTES, stacked=stacked)
+
+
+def stacked(columns: Sequence[Column]) -> list[tuple[Column, Column | None]]:
+    """Return the columns, each with the paper's for it, which a page shows below it."""
+    theirs = {column.key: column for column in columns if column.key.startswith(THEIRS)}
+    ours = [column for column in columns if not column.key.startswith(THEIRS)]
+    pairs = [(column, theirs.pop(THEIRS + column.key, None)) for column in ours]
+    return [*pairs, *((column, None) for column in theirs.values())]
 
 
 def environment() -> jinja2.Environment:

@@ -23,6 +23,20 @@ _TASK_TITLES = (
     "Color attribution",
 )
 
+COMPUTE = (
+    Column("backbone_tflops", "Backbone (TFLOPs)", significant=3),
+    Column("attention_tflops", "Attention (TFLOPs)", significant=3),
+    Column("horizontal_heads_tflops", "Horizontal heads (TFLOPs)", significant=3),
+    Column("vertical_heads_tflops", "Vertical heads (TFLOPs)", significant=3),
+    Column("eagle_tflops", "EAGLE drafter (TFLOPs)", significant=3),
+    Column("total_tflops", "All (TFLOPs)", significant=3),
+    Column("weights_gb", "Weights (GB)", significant=4),
+    Column("heads_gb", "Of these draft heads (GB)", significant=4),
+    Column("kv_gb", "Keys and values (GB)", significant=4),
+    Column("activations_kv_gb", "Activations and KV (GB)", significant=4),
+    Column("peak_gb", "Peak memory (GB)", significant=4),
+)
+
 
 @dataclass(frozen=True)
 class Quality:
@@ -76,6 +90,12 @@ def _deviation(scores: Scores) -> dict[str, Any]:
         "spread": _percent(scores["scale"]),
         "deviation_run": scores["run_id"],
     }
+
+
+def _compute(scores: Scores) -> dict[str, Any]:
+    found = {column.key: scores[column.key] for column in COMPUTE}
+    interval = scores["total_tflops_ci95"]
+    return {**found, "total_tflops_ci": interval, "compute_run": scores["run_id"]}
 
 
 def _percent(value: Any) -> Any:
@@ -137,6 +157,13 @@ QUALITIES = (
         ),
         _deviation,
         lambda s: f"by {s['judge']}, {s['images_per_prompt']} images of {s['prompts']} prompts",
+    ),
+    Quality(
+        "Compute and memory per image",
+        "total_tflops",
+        COMPUTE,
+        _compute,
+        lambda s: f"in {s['dtype']}, batch {s['batch_size']}",
     ),
 )
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ class Column:
     """One printed column: the row's key, the heading, decimals of numbers, and a unit after them.
 
     `key + "_note"`, where a row has it, is printed instead of the number; `key + "_ci"`, a pair, is
-    printed behind it in brackets. `signed` prints a plus before positive numbers.
+    printed behind it in brackets. `signed` prints a plus before positive numbers. `significant`,
+    for numbers of all sizes, is how many digits a number that is no count shows at least.
     """
 
     key: str
@@ -25,6 +27,7 @@ class Column:
     digits: int = 2
     suffix: str = ""
     signed: bool = False
+    significant: int | None = None
 
     def text(self, row: Row) -> str:
         """Return the cell of `row` as it is printed."""
@@ -42,6 +45,8 @@ class Column:
             return value
         sign = "+" if self.signed else "-"
         places = 0 if float(value).is_integer() and isinstance(value, int) else self.digits
+        if self.significant is not None and value and not isinstance(value, int):
+            places = max(0, self.significant - 1 - math.floor(math.log10(abs(value))))
         return f"{value:{sign},.{places}f}{self.suffix}"
 
 

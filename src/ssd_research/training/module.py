@@ -74,11 +74,16 @@ class DrafterTraining(L.LightningModule):
     def teacher(
         self, batch: Batch, unconditional: Bool[Tensor, " B"] | None
     ) -> tuple[Float[Tensor, "B N D"], Float[Tensor, "B N D"]]:
-        """Return (h_pre, e): the states that predict each code, and the codes' embeddings."""
+        """Return (h, e): the states that predict each code, and the codes' embeddings."""
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             h = self.backbone.hidden_states(batch.prompts, batch.codes, unconditional=unconditional)
+            h = self.own_states(h)
             e = self.backbone.embed(batch.codes.to(self.backbone.device))
         return h.to(self.device, self.dtype), e.to(self.device, self.dtype)
+
+    def own_states(self, h_pre: Float[Tensor, "B N D"]) -> Float[Tensor, "B N D"]:
+        """Return the states that are read, of those before the final norm: these."""
+        return h_pre
 
     def dropped(self, batch: Batch) -> Bool[Tensor, " B"]:
         """Return which images of a batch are trained on the unconditional prompt this epoch."""
@@ -89,11 +94,11 @@ class DrafterTraining(L.LightningModule):
             share=self.recipe.condition_drop,
         )
 
-    def best_codes(self, h_pre: Float[Tensor, "B M D"]) -> Tensor:
-        """Return the argmax codes [B, M] of the frozen norm and head, without guidance."""
+    def best_codes(self, x: Float[Tensor, "B M D"], kind: str = "h_pre") -> Tensor:
+        """Return the argmax codes [B, M] of states or predictions of a kind, without guidance."""
         with torch.autocast(self.device.type, enabled=False):
-            state = h_pre.to(self.backbone.device, self.backbone.dtype)
-            return self.backbone.logits(state, 1.0).argmax(-1).to(self.device)
+            x = x.to(self.backbone.device, self.backbone.dtype)
+            return self.backbone.logits_of(x, kind, 1.0).argmax(-1).to(self.device)
 
     def configure_optimizers(self) -> dict[str, Any]:
         """Return AdamW on all weights and the schedule `Recipe.lr_at`, step by step."""
@@ -125,10 +130,20 @@ class HeadTraining(DrafterTraining):
             if reach >= size:
                 raise ValueError(f"heads.{axis}={reach} must be below the grid's {size}")
 
+    def own_states(self, h_pre: Float[Tensor, "B N D"]) -> Float[Tensor, "B N D"]:
+        """Return the states that belong to the heads."""
+        return self.heads.own_states(self.backbone, h_pre)
+
+    def truth(
+        self, axis: Axis, offset: int, h: Float[Tensor, "B N D"], e: Float[Tensor, "B N D"]
+    ) -> Float[Tensor, "B M D"]:
+        """Return what one head should predict, for every target inside the grid."""
+        return targets(e if self.heads.target == "e" else h, self.backbone.grid, axis, offset)
+
     def predict(
         self, axis: Axis, offset: int, h: Float[Tensor, "B N D"], e: Float[Tensor, "B N D"]
     ) -> Float[Tensor, "B M D"]:
-        """Return h_hat for every target of one head inside the grid."""
+        """Return what one head predicts for every target inside the grid."""
         grid = self.backbone.grid
         h, e = (sources(x, grid, axis, offset) for x in (h, e))
         return self.heads.predict(axis, offset, h, e)
@@ -137,9 +152,9 @@ class HeadTraining(DrafterTraining):
         self, axis: Axis, offset: int, h: Float[Tensor, "B N D"], e: Float[Tensor, "B N D"]
     ) -> Float[Tensor, ""]:
         """Return the mean Smooth-L1 of one head over the targets inside the grid."""
-        h_hat = self.predict(axis, offset, h, e)
-        target = targets(h, self.backbone.grid, axis, offset)
-        return masked_mean(smooth_l1(h_hat, target, beta=self.recipe.beta))
+        predicted = self.predict(axis, offset, h, e)
+        truth = self.truth(axis, offset, h, e)
+        return masked_mean(smooth_l1(predicted, truth, beta=self.recipe.beta))
 
     def training_step(self, batch: Batch, index: int) -> Float[Tensor, ""]:
         """Return the sum of the heads' losses on one batch."""
@@ -160,7 +175,7 @@ class HeadTraining(DrafterTraining):
     def validation_step(self, batch: Batch, index: int) -> None:
         """Log each head's loss and how often its best code is the image's and the backbone's."""
         h, e = self.teacher(batch, None)
-        codes, best = batch.codes.to(h.device), self.best_codes(h)
+        codes, best = batch.codes.to(h.device), self.best_codes(h, self.heads.state_kind)
         figures = {"val/backbone/code_agreement": (best == codes).float().mean()}
         total = h.new_zeros(())
         for axis, offset in self.heads.offsets():
@@ -183,9 +198,9 @@ class HeadTraining(DrafterTraining):
     ) -> tuple[Tensor, list[Tensor]]:
         """Return one head's loss and the share of its argmax codes equal to each of `choices`."""
         grid = self.backbone.grid
-        h_hat = self.predict(axis, offset, h, e)
-        loss = smooth_l1(h_hat, targets(h, grid, axis, offset), beta=self.recipe.beta).mean()
-        drafted = self.best_codes(h_hat)
+        predicted, truth = self.predict(axis, offset, h, e), self.truth(axis, offset, h, e)
+        loss = smooth_l1(predicted, truth, beta=self.recipe.beta).mean()
+        drafted = self.best_codes(predicted, self.heads.target)
         return loss, [
             (drafted == targets(choice, grid, axis, offset)).float().mean() for choice in choices
         ]
