@@ -31,6 +31,7 @@ demo: $(INSTALLED)  ## Distill, train heads, decode with AR and SSD, score, and 
 	$(STAGE).generate -m $(DEMO) $(BENCH) decoder=$(RIVALS) heads.path=outputs/train/tiny/demo
 	$(STAGE).evaluate $(DEMO) eval.per_kind=10
 	$(STAGE).evaluate $(DEMO) eval=likelihood
+	$(STAGE).evaluate $(DEMO) eval=shapes_fid eval.per_kind=10
 	$(STAGE).report $(DEMO)
 
 results: $(INSTALLED)  ## Make the README's tables again from the shipped checkpoint and heads
@@ -39,6 +40,7 @@ results: $(INSTALLED)  ## Make the README's tables again from the shipped checkp
 	$(STAGE).generate -m $(RESULTS) decoder=ssd decoder.r=2 decoder.accept=sample,argmax
 	$(STAGE).evaluate $(RESULTS)
 	$(STAGE).evaluate $(RESULTS) eval=likelihood
+	$(STAGE).evaluate $(RESULTS) eval=shapes_fid
 	$(STAGE).report $(RESULTS) report.readme=true
 	$(STAGE).benchmark model=tiny name=results benchmark.readme=true
 
