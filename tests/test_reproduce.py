@@ -218,6 +218,7 @@ def test_options_of_the_command_line_hold_for_every_cell() -> None:
         (["experiment=table4", "study.pairs=3"], "table4 has no use for it"),
         (["experiment=table3", "benchmark.repeats=3"], "table3 has no use for it"),
         # Another number of training prompts would make those set aside others.
+        (["experiment=table4", "report.readme=true"], r"report\.readme= does nothing here"),
         (["experiment=table14", "selection.seed=3"], "selection.seed= does nothing here"),
     ],
 )

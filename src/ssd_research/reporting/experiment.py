@@ -243,7 +243,7 @@ def refuse(cfg: DictConfig, given: Sequence[str]) -> None:
     said |= {"heads.path", *map(key_of, own_training(cfg))} if "train" in cfg.table else set()
     if "selection.held_out=true" in own.get("images", []):
         said |= {"selection.holdout", "selection.held_out", "selection.seed"}  # of the training set
-    unused = set()
+    unused = {"report.readme", "report.generate"}
     unused |= {"train.", "distill."} if "train" not in cfg.table else set()
     unused |= {"benchmark."} if not cfg.table.get("timed") else set()
     unused |= {"study."} if not cfg.table.get("study") else set()
