@@ -31,7 +31,6 @@ demo: $(INSTALLED)  ## Distill, train heads, decode with AR and SSD, score, and 
 	$(STAGE).generate -m $(DEMO) $(BENCH) decoder=$(RIVALS) heads.path=outputs/train/tiny/demo
 	$(STAGE).evaluate $(DEMO) eval.per_kind=10
 	$(STAGE).evaluate $(DEMO) eval=likelihood
-	$(STAGE).evaluate $(DEMO) eval=shapes_fid eval.per_kind=10
 	$(STAGE).report $(DEMO)
 
 results: $(INSTALLED)  ## Make the README's tables again from the shipped checkpoint and heads

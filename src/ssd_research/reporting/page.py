@@ -32,6 +32,8 @@ NOTES = (
     "Brackets are 95 % intervals over prompts.",
     "NLL is that of the codes under the backbone's own guided p: a lossless decoder has AR's, "
     "one that seeks modes a lower and one whose codes do not fit together a higher value.",
+    "FID is biased upwards the more the fewer the images, and has no interval of its own: small "
+    "differences need several seeds (eval=compare_seeds).",
 )
 
 
