@@ -20,9 +20,10 @@ from ssd_research.decoders.spatial import SpatiallySpeculative
 from ssd_research.grid import TokenGrid
 from ssd_research.paths import conf_dir
 from ssd_research.reporting import beside as reporting
-from ssd_research.reporting import experiment
+from ssd_research.reporting import experiment, made_runs, overrides
 from ssd_research.reporting.cells import Cell
-from ssd_research.reporting.experiment import Wanted, chosen, composed, tables, wanted
+from ssd_research.reporting.experiment import Wanted, chosen, tables, wanted
+from ssd_research.reporting.overrides import composed
 from ssd_research.reporting.page import Section
 
 GRIDS = {
@@ -126,17 +127,17 @@ def test_a_cell_is_decoded_as_its_row_says(name: str, cell: Wanted) -> None:
 def test_the_command_of_a_cell_makes_it(name: str, cell: Wanted) -> None:
     words = shlex.split(cell.command)
     assert words[:3] == ["python", "-m", "ssd_research.generate"]
-    assert tuple(words[3:]) == experiment.last_of_each(cell.overrides)
-    assert len(set(map(experiment.key_of, words))) == len(words)  # Hydra takes no option twice
+    assert tuple(words[3:]) == overrides.last_of_each(cell.overrides)
+    assert len(set(map(overrides.key_of, words))) == len(words)  # Hydra takes no option twice
     assert {f"experiment={name}", f"model={cell.model}"} < set(words)
 
 
 @pytest.mark.parametrize("folder", ["a b, c=(1)", "it's", 'x"y\\', "${HOME}"])
 def test_paths_of_any_characters_reach_the_stages(folder: str) -> None:
-    assert composed([experiment.quoted("train.data", folder.replace("$", ""))]).train.data == (
+    assert composed([overrides.quoted("train.data", folder.replace("$", ""))]).train.data == (
         folder.replace("$", "")
     )
-    line = experiment.command("generate", [f"output_dir={folder}"])
+    line = overrides.command("generate", [f"output_dir={folder}"])
     assert shlex.split(line)[3] == f"output_dir={folder}"
 
 
@@ -144,14 +145,12 @@ def test_tables_of_one_suite_share_their_cells() -> None:
     first = {n: c for n, c in reversed(PAPER_CELLS) if c.model == "janus_pro"}
     four, eighteen = first["table4"].config(), first["table18"].config()
     assert four.name == eighteen.name == "dpg"
-    assert experiment.result_settings(four) == experiment.result_settings(eighteen)
+    assert made_runs.result_settings(four) == made_runs.result_settings(eighteen)
     default, named = (
         next(c for n, c in PAPER_CELLS if n == table and c.decoder == decoder)
         for table, decoder in (("table18", "ssd"), ("table4", "ssd r=2"))
     )
-    assert experiment.result_settings(default.config()) == experiment.result_settings(
-        named.config()
-    )
+    assert made_runs.result_settings(default.config()) == made_runs.result_settings(named.config())
 
 
 def test_each_backbone_takes_its_own_heads() -> None:

@@ -22,17 +22,14 @@ from ssd_research.reporting.experiment import (
     asked_of_training,
     basic,
     chosen,
-    command,
     common,
-    composed,
-    heads_file,
-    key_of,
     models,
-    quoted,
     suite,
     unresolved,
     wanted,
 )
+from ssd_research.reporting.made_runs import heads_file
+from ssd_research.reporting.overrides import command, composed, key_of, quoted
 from ssd_research.runs import stage_main
 
 log = logging.getLogger(__name__)

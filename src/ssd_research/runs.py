@@ -186,7 +186,12 @@ def heads_folder(cfg: DictConfig) -> Path:
 
 def heads_digest(cfg: DictConfig) -> str:
     """Return the sha256 of the weights that `heads.path` names, which a run's identity holds."""
-    with (heads_folder(cfg) / "heads.safetensors").open("rb") as file:
+    return file_digest(heads_folder(cfg) / "heads.safetensors")
+
+
+def file_digest(path: Path) -> str:
+    """Return the sha256 of a file."""
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

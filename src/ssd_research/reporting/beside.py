@@ -9,18 +9,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from ssd_research.reporting.cells import Cell, find_imageless, groups, read_cell, read_json
-from ssd_research.reporting.experiment import (
-    Wanted,
-    command,
-    common,
-    composed,
-    key_of,
-    models,
-    quoted,
-    suite,
-    wanted,
-)
+from ssd_research.reporting.experiment import Wanted, common, models, suite, wanted
 from ssd_research.reporting.measures import DECODER
+from ssd_research.reporting.overrides import command, composed, key_of, quoted
 from ssd_research.reporting.page import PAPER_NOTE, Section, imageless, section
 from ssd_research.reporting.qualities import COMPUTE
 from ssd_research.reporting.tables import Column, Table

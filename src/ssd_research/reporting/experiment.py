@@ -5,43 +5,29 @@ scores them: `paper` with the paper's backbones and benchmarks, `tiny` in the sh
 the embedded backbone stands in for all of them.
 """
 
-import copy
-import hashlib
 import logging
-import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import hydra
 import torch
-from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from ssd_research import paper
-from ssd_research.grid import TokenGrid
 from ssd_research.paths import conf_dir
-from ssd_research.reporting.cells import read_config, read_json
-from ssd_research.runs import heads_folder
+from ssd_research.reporting.made_runs import read_run, result_settings
+from ssd_research.reporting.overrides import (
+    command,
+    composed,
+    decoder_overrides,
+    key_of,
+    last_of_each,
+)
 
 log = logging.getLogger(__name__)
 
-# What two configurations must share for their generate runs to be the same.
-RESULT_KEYS = (
-    "model.name",
-    "model.backbone",
-    "prompts",
-    "selection",
-    "images_per_prompt",
-    "sampling",
-    "seed",
-)
-# `ssd` where r=2 is the default and `ssd r=2` are one decoder: settings in force on a grid tell.
-ANY_GRID = TokenGrid(24, 24, end_of_row=True)
 CHOICES = ("experiment", "scale", "model")
 # The table says these itself: an option given beside it would be lost or make two cells one.
 TABLE_SAYS = (
@@ -118,102 +104,6 @@ class Wanted:
         return max(found, key=lambda done: done.stat().st_mtime).parent if found else None
 
 
-@dataclass(frozen=True)
-class MadeRun:
-    """The configuration and the identity of a finished generate run."""
-
-    config: DictConfig
-    identity: Mapping[str, Any]
-
-    def computed_as(self, cfg: DictConfig) -> bool:
-        """Return whether device and dtype are those of `cfg`, where it names any."""
-        asked = {key: cfg.runtime[key] for key in ("device", "dtype")}
-        return all(v in ("auto", self.identity.get(key)) for key, v in asked.items())
-
-    def drafted_as(self, cfg: DictConfig) -> bool:
-        """Return whether the drafts, if any, came from the heads that `cfg` names."""
-        if self.identity.get("heads") is None:
-            return True
-        weights = heads_file(cfg)
-        if weights is None:
-            return self.config.heads.path == cfg.heads.path
-        return self.identity["heads"] == digest(weights, weights.stat().st_mtime_ns)
-
-
-@cache
-def read_run(folder: Path) -> MadeRun:
-    """Read a finished generate run, which does not change; ValueError names a broken file."""
-    meta = read_json(folder / "meta.json", "identity")
-    return MadeRun(read_config(folder), meta["identity"])
-
-
-def heads_file(cfg: DictConfig) -> Path | None:
-    """Return the weights of the heads that `heads.path` names, or None where there are none."""
-    try:
-        weights = heads_folder(cfg) / "heads.safetensors"
-    except ValueError:
-        return None
-    return weights if weights.is_file() else None
-
-
-@cache
-def digest(file: Path, changed: int) -> str:
-    """Return the sha256 of a file that was last changed at `changed`, as a run's identity does."""
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
-
-
-def composed(overrides: Sequence[str]) -> DictConfig:
-    """Return the configuration under `overrides`, of which the last of a key holds."""
-    return copy.deepcopy(_composed(last_of_each(overrides)))
-
-
-def last_of_each(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Return the last override of every option."""
-    return tuple({key_of(one): one for one in overrides}.values())
-
-
-@cache
-def _composed(overrides: tuple[str, ...]) -> DictConfig:
-    """Compose once: a table's cells are configured again and again, and Hydra takes its time."""
-    return compose("config", overrides=list(overrides))
-
-
-def key_of(override: str) -> str:
-    """Return the option that an override sets."""
-    return override.partition("=")[0].lstrip("+~")
-
-
-def quoted(key: str, value: object) -> str:
-    """Return the override that gives an option a text, whatever characters this has."""
-    if re.fullmatch(r"[A-Za-z/][\w./-]*", str(value)):
-        return f"{key}={value}"
-    text = re.sub(r"(\\+)(?='|$)", r"\1\1", str(value)).replace("'", r"\'")
-    return f"{key}='{text}'"
-
-
-def command(stage: str, overrides: Sequence[str]) -> str:
-    """Return a stage's command line for a shell."""
-    return shlex.join(["python", "-m", f"ssd_research.{stage}", *overrides])
-
-
-def result_settings(cfg: Any) -> dict[str, Any]:
-    """Return the settings of a configuration that can change its images, as plain data."""
-    found = {key: OmegaConf.select(cfg, key) for key in RESULT_KEYS}
-    plain = {
-        key: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        for key, value in found.items()
-    }
-    decoder = hydra.utils.instantiate(cfg.decoder, _convert_="all")
-    return {**plain, "decoder": (type(decoder).__name__, decoder.settings(ANY_GRID))}
-
-
-def decoder_overrides(text: str) -> list[str]:
-    """Return Hydra's overrides for a decoder in the words of `benchmark.decoders`: `ssd r=2`."""
-    name, *options = text.split()
-    return [f"decoder={name}", *(f"decoder.{option}" for option in options)]
-
-
 def chosen(cfg: DictConfig) -> tuple[DictConfig, list[str]]:
     """Return the configuration of the chosen table at a scale, and the overrides that make it.
 
@@ -243,7 +133,7 @@ def refuse(cfg: DictConfig, given: Sequence[str]) -> None:
     said |= {"heads.path", *map(key_of, own_training(cfg))} if "train" in cfg.table else set()
     if "selection.held_out=true" in own.get("images", []):
         said |= {"selection.holdout", "selection.held_out", "selection.seed"}  # of the training set
-    unused = {"report.readme", "report.generate"}
+    unused = {"report.readme"}
     unused |= {"train.", "distill."} if "train" not in cfg.table else set()
     unused |= {"benchmark."} if not cfg.table.get("timed") else set()
     unused |= {"study."} if not cfg.table.get("study") else set()
